@@ -159,9 +159,10 @@ class Run:
             if not self.args.tiny:
                 size = ["--model", model, "--bs", str(rows), "--seq", "1024", "--steps", "8"]
             models = ["--models" if word == "--model" else word for word in size]
-            total = max(10.0, min(self.left, 0.6 * part.seconds))
+            each = max(40.0, 0.5 * part.seconds)  # more than it takes: peers_osft.py skips what might not end in time
+            total = max(10.0, min(self.left, 2 * each + 20))
             command = [sys.executable, str(self.args.peers_file), "all", *models, "--dtypes", dtype, "--svd", "fake"]
-            command += ["--cases", "peft_osf,mini_trainer", "--limit", f"{total / 2:.0f}", "--total", f"{total:.0f}"]
+            command += ["--cases", "peft_osf,mini_trainer", "--limit", f"{each:.0f}", "--total", f"{total:.0f}"]
             _, lines = self.run(command)
             for line in lines:
                 if line.startswith("RESULT "):

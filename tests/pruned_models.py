@@ -44,7 +44,7 @@ def parts(kind: str) -> dict[Any, PartPlace]:
             ("input_layernorm", "post_attention_layernorm"),
             ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
         )
-    return {"attention": PartPlace("self_attn", norms[0], True), "mlp": PartPlace("mlp", norms[1], False)}
+    return {"attention": PartPlace("self_attn", norms[0], 2), "mlp": PartPlace("mlp", norms[1], 0)}
 
 
 def teacher_config(kind: str, *, tied: bool = True) -> Any:

@@ -1,4 +1,4 @@
-"""OSFT beyond single steps: saving, resuming, loading, tasks, and what user code does between steps."""
+"""OSFT beyond single steps: tasks, accumulation, other batches, and what user code does between steps."""
 
 from pathlib import Path
 from typing import Any
@@ -9,167 +9,12 @@ import torch
 import trainers
 import zoo
 from cells import CHUNK_BYTES, closing
+from osft_runs import HALF, MIXED, PLANS, TIGHT, assert_equal, named_state, prepare, step, uninterrupted, values
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 import outsize
-from outsize.base.errors import BadFile, ConfigError, EngineMisuse, PlanInfeasible
-from outsize.optim.split import join
-from outsize.runtime.engine import Engine
+from outsize.base.errors import ConfigError, EngineMisuse, PlanInfeasible
 from outsize.schedule.plan import Plan
-
-HALF = outsize.OSFT(unfreeze_rank_ratio=0.5)
-TIGHT = outsize.Pins(n_persist=0, n_buffer=1, n_optimizer_gpu=0, n_optimizer_streamed=0)
-MIXED = outsize.Pins(n_persist=4, n_optimizer_gpu=4, n_optimizer_streamed=3)
-PLANS = {"roomy": None, "tight": TIGHT, "mixed": MIXED}
-
-
-def prepare(
-    model: nn.Module | None = None,
-    pins: outsize.Pins | None = None,
-    method: Any = HALF,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Engine:
-    model = zoo.make("plain", dtype) if model is None else model
-    optimizer = outsize.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=0.05)
-    batch = zoo.batch("plain")
-    return outsize.prepare(
-        model, batch, optimizer=optimizer, method=method, device="sim:1GiB", pins=pins, chunk_bytes=CHUNK_BYTES
-    )
-
-
-def step(engine: Engine, seed: int) -> float:
-    loss = engine.model(**zoo.batch("plain", seed=seed)).loss
-    loss.backward()
-    engine.optimizer.step()
-    engine.optimizer.zero_grad()
-    return float(loss.detach())
-
-
-def values(engine: Engine) -> dict[str, Tensor]:
-    with engine.gathered() as found:
-        return {name: value.clone() for name, value in found.items()}
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert not [name for name in found if not torch.equal(found[name], expected[name])]
-
-
-def uninterrupted(steps: int, dtype: torch.dtype = torch.bfloat16) -> tuple[list[float], dict[str, Tensor]]:
-    with closing(prepare(dtype=dtype)) as engine:
-        return [step(engine, seed) for seed in range(steps)], values(engine)
-
-
-@pytest.mark.parametrize(("before", "after"), [("roomy", "tight"), ("tight", "mixed"), ("mixed", "roomy")])
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path, before: str, after: str) -> None:
-    losses, weights = uninterrupted(4)
-    with closing(prepare(pins=PLANS[before])) as engine:
-        found = [step(engine, seed) for seed in (0, 1)]
-        engine.save(tmp_path / "checkpoint", background=True)
-        engine.finish_saving()
-    with closing(prepare(pins=PLANS[after])) as engine:
-        engine.load(tmp_path / "checkpoint")
-        found += [step(engine, seed) for seed in (2, 3)]
-        assert_equal(values(engine), weights)
-    assert found == losses
-
-
-def test_the_bases_of_another_machine_are_taken_from_beside_the_checkpoint(tmp_path: Path) -> None:
-    """An SVD gives other bits than the Gram matrix, as another machine does."""
-    losses, weights = uninterrupted(4)
-    with closing(prepare()) as engine:
-        step(engine, 0), step(engine, 1)
-        engine.save(tmp_path / "checkpoint")
-    (bases,) = tmp_path.glob("bases-*.safetensors")
-    other = outsize.OSFT(unfreeze_rank_ratio=0.5, svd=True)
-    with closing(prepare(pins=TIGHT, method=other)) as engine:
-        engine.load(tmp_path / "checkpoint")
-        assert [step(engine, 2), step(engine, 3)] == losses[2:]
-        assert_equal(values(engine), weights)
-        engine.save(tmp_path / "again")
-    assert list(tmp_path.glob("bases-*.safetensors")) == [bases], "stored once"
-    bases.unlink()
-    with closing(prepare(method=other)) as engine:
-        before = values(engine)
-        with pytest.raises(BadFile, match=r"bases-.* is missing"):
-            engine.load(tmp_path / "checkpoint")
-        assert_equal(values(engine), before)
-        step(engine, 0)  # nothing is half-loaded
-
-
-def test_a_checkpoint_of_other_initial_weights_changes_nothing(tmp_path: Path) -> None:
-    with closing(prepare()) as engine:
-        step(engine, 0)
-        engine.save(tmp_path / "checkpoint")
-    with closing(prepare(zoo.make("plain", torch.bfloat16, seed=1))) as engine:
-        before = values(engine)
-        with pytest.raises(BadFile, match="had another initial value there"):
-            engine.load(tmp_path / "checkpoint")
-        assert_equal(values(engine), before)
-    with closing(prepare(method=None)) as engine, pytest.raises(BadFile, match="not a checkpoint of this model"):
-        engine.load(tmp_path / "checkpoint")
-
-
-def test_weights_alone_are_loaded_with_their_coordinates(tmp_path: Path) -> None:
-    with closing(prepare()) as engine:
-        step(engine, 0)
-        engine.save(tmp_path / "checkpoint", only_model=True)
-        expected = values(engine)
-        step(engine, 1)
-        engine.load(tmp_path / "checkpoint", only_model=True)
-        assert_equal(values(engine), expected)
-        found = step(engine, 1)
-    with closing(prepare(pins=TIGHT)) as engine:
-        engine.load(tmp_path / "checkpoint", only_model=True)
-        assert dict(engine_names(engine.optimizer.state_dict())).keys() == set(engine.runtime.coordinates.names)
-        assert step(engine, 1) == found
-    with closing(prepare(method=outsize.OSFT(unfreeze_rank_ratio=0.25))) as engine:
-        before = values(engine)
-        with pytest.raises(BadFile, match=r"coordinates of .* is torch.float32 \(64, 16\) there"):
-            engine.load(tmp_path / "checkpoint", only_model=True)
-        assert_equal(values(engine), before)
-
-
-def test_an_optimizer_state_that_is_cleared_keeps_the_weight() -> None:
-    """As in torch, where the state is momentum alone."""
-    with closing(prepare(pins=MIXED)) as engine:
-        step(engine, 0)
-        before = values(engine)
-        for param in engine.model.parameters():
-            engine.optimizer.state[param] = {}
-        assert_equal(values(engine), before)
-        assert not any(engine.runtime.updates.steps.values())
-        found = {name: state["coordinates"] for name, state in named_state(engine) if "coordinates" in state}
-        assert found and all(drift.any() for drift in found.values())
-
-
-@pytest.mark.parametrize("pins", PLANS.values(), ids=PLANS)
-def test_an_optimizer_state_makes_the_weights(pins: outsize.Pins | None) -> None:
-    with closing(prepare()) as engine:
-        step(engine, 0)
-        state = {key: value for key, value in engine.optimizer.state_dict().items()}
-        state["state"] = {i: {k: v.clone() for k, v in one.items()} for i, one in state["state"].items()}
-        expected = values(engine)
-    split = [name for name, place in engine_names(state) if "coordinates" in place]
-    assert split
-    with closing(prepare(pins=pins)) as engine:
-        engine.optimizer.load_state_dict(state)
-        found = values(engine)
-        assert_equal({name: found[name] for name in split}, {name: expected[name] for name in split})
-
-
-def test_an_optimizer_state_of_other_initial_weights_is_refused() -> None:
-    with closing(prepare()) as engine:
-        step(engine, 0)
-        state = engine.optimizer.state_dict()
-    with closing(prepare(engine.model)) as again, pytest.raises(ConfigError, match="had other initial values"):
-        again.optimizer.load_state_dict(state)
-
-
-def engine_names(state: dict[str, Any]) -> list[tuple[str, dict[str, Tensor]]]:
-    names = [name for group in state["param_groups"] for name in group["param_names"]]
-    return [(names[i], one) for i, one in state["state"].items()]
 
 
 @pytest.mark.parametrize("pins", PLANS.values(), ids=PLANS)
@@ -235,17 +80,6 @@ def test_a_weight_that_was_written_through_a_state_dict_is_refused_every_time() 
                 step(engine, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_before_the_first_step_nothing_differs_from_the_checkpoint(tmp_path: Path, dtype: torch.dtype) -> None:
-    plain = zoo.make("plain", dtype)
-    with torch.no_grad():
-        logits = plain.eval()(**zoo.batch("plain")).logits
-    with closing(prepare(pins=TIGHT, dtype=dtype)) as engine:
-        with torch.no_grad():
-            assert torch.equal(engine.model.eval()(**zoo.batch("plain")).logits, logits)
-        assert_equal(values(engine), {name: value.detach() for name, value in plain.named_parameters()})
-
-
 def test_all_directions_free_is_full_fine_tuning_and_none_is_frozen() -> None:
     with closing(prepare(method=None)) as engine:
         losses, weights = [step(engine, 0), step(engine, 1)], values(engine)
@@ -275,20 +109,27 @@ def test_a_larger_batch_is_planned_again_with_the_same_bits() -> None:
     assert found == losses
 
 
-def test_accumulation_equals_one_large_batch_within_rounding() -> None:
-    def drifts(sizes: list[slice], dtype: torch.dtype) -> dict[str, Tensor]:
+@pytest.mark.parametrize("pins", [None, TIGHT], ids=["roomy", "tight"])
+def test_accumulation_equals_one_large_batch_within_rounding(pins: outsize.Pins | None) -> None:
+    """D33. With a large eps, the first update is proportional to the gradient."""
+
+    def updates(sizes: list[slice]) -> dict[str, Tensor]:
         batch = zoo.batch("plain", size=4)
-        with closing(prepare(dtype=dtype)) as engine:
+        settings: dict[str, Any] = {"optimizer": outsize.AdamW(lr=1.0, eps=1e3, weight_decay=0.0), "method": HALF}
+        settings |= {"accumulate": len(sizes), "pins": pins, "chunk_bytes": CHUNK_BYTES, "device": "sim:1GiB"}
+        with closing(outsize.prepare(zoo.make("plain", torch.float32), batch, **settings)) as engine:
             for part in sizes:
                 loss = engine.model(**{key: value[part] for key, value in batch.items()}).loss
                 (loss / len(sizes)).backward()
-            norm = float(engine.clip_grad_norm_(1e9))
             engine.optimizer.step()
-            return {"norm": torch.tensor(norm)}
+            found = dict(named_state(engine))
+            norm = torch.tensor(float(engine.grad_norm))
+            return {"norm": norm} | {n: found[n]["coordinates"].clone() for n in engine.runtime.coordinates.names}
 
-    whole = drifts([slice(0, 4)], torch.float32)["norm"]
-    parts = drifts([slice(i, i + 1) for i in range(4)], torch.float32)["norm"]
-    assert torch.allclose(whole, parts, rtol=1e-5)
+    whole, parts = updates([slice(0, 4)]), updates([slice(i, i + 1) for i in range(4)])
+    assert len(whole) == 10
+    for name, value in whole.items():
+        assert value.any() and float((parts[name] - value).norm() / value.norm()) < 2e-6, name
 
 
 def test_gradients_and_weights_of_split_parameters_are_not_handed_out_for_writing() -> None:
@@ -335,32 +176,6 @@ def test_what_the_method_froze_is_restored_if_prepare_fails() -> None:
         assert set(engine.runtime.updates.steps) == trained
 
 
-@pytest.mark.parametrize("pins", PLANS.values(), ids=PLANS)
-def test_an_export_in_fp32_has_the_masters(tmp_path: Path, pins: outsize.Pins | None) -> None:
-    """Of drifts, base + Q D P before it is rounded; of other weights, both halves."""
-    model = zoo.make("llama-untied", torch.bfloat16)
-    optimizer = outsize.osft.AdamW(zoo.make("llama-untied", torch.bfloat16), HALF, lr=1e-2)
-    settings: dict[str, Any] = {"optimizer": outsize.AdamW(lr=1e-2), "method": HALF, "pins": pins}
-    batch = zoo.batch("llama-untied")
-    with closing(outsize.prepare(model, batch, device="sim:1GiB", chunk_bytes=CHUNK_BYTES, **settings)) as engine:
-        engine.model(**batch).loss.backward()
-        engine.optimizer.step()
-        engine.export(tmp_path, fp32=True)
-        lower = {name: found["lo"] for name, found in named_state(engine) if "lo" in found}
-        rounded = values(engine)
-    found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    assert found.dtype == torch.float32
-    split = optimizer.split_weights.keys()
-    for name, value in found.named_parameters():
-        assert torch.equal(value.to(torch.bfloat16), rounded[name]) or name in lower
-        assert name in split or torch.equal(value, join(rounded[name], lower[name]))
-    assert any(not torch.equal(found.get_parameter(name), rounded[name].float()) for name in split)
-
-
-def named_state(engine: Engine) -> list[tuple[str, dict[str, Tensor]]]:
-    return [(name, engine.optimizer_state(name)) for name in engine.optimizer.names]
-
-
 def test_factors_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"outsize\.osft\.AdamW"):
         prepare(method=outsize.OSFT(effective_rank=4, parametrization="factors", variant="peft"))
@@ -404,3 +219,17 @@ def test_a_trainer_with_other_accumulation_does_not_begin_another_task_silently(
             with pytest.raises(ConfigError, match="changed after the model was trained with a method"):
                 trainer.train()
         assert trainer.engine.constant_hashes() == hashes and trainer.engine.num_steps == 1
+
+
+def test_evaluation_on_an_earlier_task_reports_what_is_forgotten(tmp_path: Path) -> None:
+    held_out = {"old": trainers.rows("llama", 2), "new": trainers.rows("llama", 3)}
+    args = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1e-2}
+    trainer = trainers.ours(tmp_path, args=args, method=HALF, eval_dataset=held_out)
+    with trainers.closing(trainer):
+        trainer.train()
+        before = trainer.evaluate()["eval_old_loss"]
+        trainer.engine.next_task()
+        assert trainer.evaluate()["eval_old_loss"] == before, "the next task begins with the same model"
+        trainer.train()
+        losses = [entry["eval_old_loss"] for entry in trainer.state.log_history if "eval_old_loss" in entry]
+    assert len(losses) == 2 and losses[0] != before != losses[1]

@@ -154,11 +154,18 @@ def is_offloaded(layer: nn.Module) -> bool:
 
 
 def _is_static_in(layer: nn.Module) -> Callable[[Tensor], bool]:
-    """Whether a tensor lies in the memory of the layer's weights and buffers, as they are now: FSDP2 exchanges them."""
-    known = {
-        storage_id(t.untyped_storage()) for t in (*layer.parameters(), *layer.buffers()) if t.layout == torch.strided
-    }
-    return lambda tensor: isinstance(tensor, nn.Parameter) or storage_id(tensor.untyped_storage()) in known
+    """Whether a tensor lies in the memory of the layer's weights and buffers, as they are in this forward: FSDP2
+    exchanges them.
+    """
+    known: set[int] = set()
+
+    def is_static(tensor: Tensor) -> bool:
+        if not known:
+            weights = (t for t in (*layer.parameters(), *layer.buffers()) if t.layout == torch.strided)
+            known.update({0, *(storage_id(t.untyped_storage()) for t in weights)})
+        return isinstance(tensor, nn.Parameter) or storage_id(tensor.untyped_storage()) in known
+
+    return is_static
 
 
 class _LayerForward:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outsize.base.errors import BadFile
-from outsize.checkpoint.folder import sync
+from outsize.checkpoint.folder import StagedDir, sync
 from outsize.checkpoint.ranges import Ranges
 from outsize.checkpoint.tensorfile import TensorFile
 
@@ -56,17 +56,16 @@ def write_constants(folder: Path, store: ConstantStore) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     ranges = {f"{part}/{name}": one for name in store.hashes() for part, one in store.constant_ranges(name).items()}
-    temporary = folder / f".{target.name}.{os.getpid()}"
-    temporary.unlink(missing_ok=True)  # of a process that was killed
+    staged = StagedDir(target)  # the next save removes it if this process is killed
     try:
+        temporary = staged.path / target.name
         with TensorFile.create(temporary, {key: one.spec for key, one in ranges.items()}, {}) as file:
             for key, one in ranges.items():
                 one.write(file, key)
         sync(temporary)
         os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    finally:
+        staged.discard()
 
 
 def require_same_start(checkpoint: Path, saved: Mapping[str, Any], store: ConstantStore) -> None:

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 from outsize.base.records import Rule
 from outsize.base.units import parse_count
-from outsize.config.types import Count, CountFromZero, Text
+from outsize.config.prune_target import PruneDistill, PruneTarget
+from outsize.config.types import Count, CountFromZero, Positive, Text
 
 
 def _as_list(value: Any) -> Any:
@@ -79,6 +80,25 @@ class PruneConfig:
     """The name of the model's list of layers. None: the largest."""
     subblocks: dict[Literal["attention", "ffn", "attention_norm", "ffn_norm"], Text] | None = None
     """Names in a layer of these modules, instead of those found."""
+    target: tuple[PruneTarget, ...] = ()
+    """Limits of the model that is put together from the variants; of a list, one model each. Empty: the library is the
+    result.
+    """
+    shape: Literal["free", "uniform"] = "free"
+    """`uniform`: all kept layers have the same variants, and whole layers are dropped."""
+    score: Literal["kl", "local"] = "kl"
+    """What a choice minimizes: the sum of each variant's KL to the teacher, alone in the whole model; `local`: of its
+    own losses.
+    """
+    score_tokens: Tokens = 16_384
+    choose_seconds: Positive = 60.0
+    """Then the best choice found is used."""
+    costs: Text | None = None
+    """A JSON file with seconds by variant, instead of measuring them here."""
+    form: Literal["per_layer", "uniform", "padded"] | None = None
+    """Of the model's folder. None: `uniform` if all layers are alike, else `per_layer`."""
+    distill: PruneDistill | None = None
+    """Train the models end to end with the teacher's probabilities."""
     trust_remote_code: bool = False
     """Run the model code that the teacher's folder has."""
 

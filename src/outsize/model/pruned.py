@@ -19,18 +19,18 @@ MODELING_FILE = "modeling_pruned.py"
 class Replacement(nn.Module):
     """In place of attention or feed-forward: adds nothing to the residual stream, or a linear map of its input."""
 
-    def __init__(self, layer: int, size: int | None, returns_tuple: bool):
+    def __init__(self, layer: int, size: int | None, num_outputs: int):
+        """`num_outputs`: items of the tuple that it returns; 0 if it returns a tensor."""
         super().__init__()
-        self.layer = layer
+        self.layer, self.num_outputs = layer, num_outputs
         self.linear = None if size is None else nn.Linear(size, size, bias=False)
-        self.returns_tuple = returns_tuple
 
     def forward(self, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
         output = torch.zeros_like(hidden_states) if self.linear is None else self.linear(hidden_states)
         if past_key_values is not None:  # a cache counts tokens by the keys of one layer: here of width one
             keys = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
             past_key_values.update(keys, keys, self.layer)
-        return (output, None) if self.returns_tuple else output
+        return (output, *[None] * (self.num_outputs - 1)) if self.num_outputs else output
 
 
 class PrunedLayers:
@@ -68,7 +68,7 @@ def _replace(layer: Any, index: int, config: Any) -> Any:
     for name, part in parts.items():
         if name in config.skip or name in linear:
             size = config.hidden_size if name in linear else None
-            setattr(layer, part["module"], Replacement(index, size, part["returns_tuple"]))
+            setattr(layer, part["module"], Replacement(index, size, part["num_outputs"]))
     # A norm goes with the last part that uses it.
     used = {norm for name, part in parts.items() if name not in config.skip for norm in part["norms"]}
     for norm in {norm for part in parts.values() for norm in part["norms"]} - used:

@@ -22,6 +22,7 @@ from outsize.run.cpu_threads import set_threads
 from outsize.run.interrupt import Interrupt
 from outsize.run.prune_library import Description, Library
 from outsize.run.prune_measure import layer_costs
+from outsize.run.prune_model import PrunedModel, make_models
 from outsize.run.prune_plan import Budget, LayerCost, PrunePlan, plan
 from outsize.run.prune_setup import PruneSetup, set_up
 from outsize.run.prune_spec import write_spec
@@ -37,6 +38,7 @@ class PruneOutcome:
     gpu_peak_bytes: int
     """As observed, without the overhead of the process."""
     library: tuple[Description, ...] = ()
+    models: tuple[PrunedModel, ...] = ()
 
 
 def prune_run(config: RunConfig, console: Console, *, dry_run: bool = False) -> PruneOutcome:
@@ -47,6 +49,15 @@ def prune_run(config: RunConfig, console: Console, *, dry_run: bool = False) -> 
     setup = set_up(config)
     try:
         return _run(setup, console, folder, dry_run=dry_run)
+    finally:
+        setup.teacher.close()
+
+
+def choose_run(config: RunConfig, console: Console) -> tuple[PrunedModel, ...]:
+    """Choose and write models from the library as it is; nothing is trained."""
+    setup = set_up(config)
+    try:
+        return tuple(make_models(setup, console))
     finally:
         setup.teacher.close()
 
@@ -78,9 +89,13 @@ def _run(setup: PruneSetup, console: Console, folder: Path, *, dry_run: bool) ->
     if is_finished:
         console.print(_table(found))
         say(f"library {folder / 'library'}")
+        models = make_models(setup, console) if setup.prune.target else []
     else:
+        models = []
         say("stopped before the end; the same command continues")
-    return PruneOutcome(plan=made, is_finished=is_finished, gpu_peak_bytes=progress.gpu_peak_bytes, library=found)
+    return PruneOutcome(
+        plan=made, is_finished=is_finished, gpu_peak_bytes=progress.gpu_peak_bytes, library=found, models=tuple(models)
+    )
 
 
 def _plan(setup: PruneSetup, costs: Sequence[LayerCost], folder: Path) -> PrunePlan:

@@ -21,6 +21,7 @@ class Given:
     """(rows, tokens), True where a token is no padding; None if all are."""
     tokens: int
     """Without padding."""
+    labels: Tensor | None = None
 
 
 class BatchSource:
@@ -37,7 +38,7 @@ class BatchSource:
         width = batch["input_ids"].shape[1]
         valid = None if bool((lengths == width).all()) else torch.arange(width) < lengths[:, None]
         arguments = {name: value for name, value in batch.items() if name != "labels"}
-        return Given(arguments, valid, int(lengths.sum()))
+        return Given(arguments, valid, int(lengths.sum()), batch.get("labels"))
 
     def shape(self, k: int) -> tuple[int, int]:
         """Rows and tokens of a batch."""

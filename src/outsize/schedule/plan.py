@@ -129,3 +129,5 @@ class Plan:
     tiled: tuple[str, ...] = ()
     profile_keys: tuple[str, ...] = ()
     """Cache keys of the profiles that the plan uses. A run that contradicts the plan deletes these profiles."""
+    extrapolated_from: tuple[int, ...] = ()
+    """Lengths of the rows that were profiled in place of the plan's longer ones. Empty if these were."""

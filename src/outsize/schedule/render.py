@@ -261,9 +261,16 @@ def _time(plan: Plan) -> list[str]:
         f"predicted{f', {rate:,.0f} tokens/s' if rate is not None else ''}",
         f"bottleneck {bottleneck_text(plan)}",
         f"lanes {lanes}",
+        *([f"      time and memory are {extrapolation(plan)}"] if plan.extrapolated_from else []),
         *_wrap("from  ", plan.provenance),
         *_wrap("found ", plan.search),
     ]
+
+
+def extrapolation(plan: Plan) -> str:
+    """Where an extrapolated plan has its figures from, as text."""
+    *others, last = map(str, plan.extrapolated_from)
+    return f"extrapolated from rows of {', '.join(others)} and {last} tokens"
 
 
 def _wrap(label: str, text: str, width: int = 94) -> list[str]:

@@ -10,8 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outsize.base.errors import TransferError
 from outsize.base.units import ALIGN_BYTES
 from outsize.compat import neg_view, storage_id
+
+Originals = list[tuple[Tensor, int]]
+"""Packed tensors and their versions, to find writes into them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +101,12 @@ def own_items(sets: Mapping[int, OffloadedTensors], number: int) -> list[Tensor]
             return [item for item in tensors.items if item.data_ptr() not in earlier]
         earlier.update(item.data_ptr() for item in tensors.items)
     return []
+
+
+def require_unchanged(originals: Originals) -> None:
+    for tensor, version in originals:
+        if tensor._version != version:
+            raise TransferError(
+                f"A tensor of shape {tuple(tensor.shape)} was written in place after it was packed for the host, and "
+                "backward needs its old value. Write to a copy of it."
+            )

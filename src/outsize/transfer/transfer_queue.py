@@ -29,11 +29,8 @@ from outsize.schedule.buffers import Buffer
 from outsize.schedule.buffers import BufferKind as B
 from outsize.transfer.arena import FILE_BYTES_PER_SECOND, Arena
 from outsize.transfer.lane_queue import Buffers, LaneQueue
-from outsize.transfer.offloaded_tensors import OffloadedTensors, PackedTensor, own_items
+from outsize.transfer.offloaded_tensors import OffloadedTensors, Originals, PackedTensor, own_items, require_unchanged
 from outsize.transfer.shards import PackedShard, split_shard
-
-Originals = list[tuple[Tensor, int]]
-"""Packed tensors and their versions, to find writes into them."""
 
 
 class Transfer:
@@ -73,8 +70,8 @@ class Transfer:
 
     def start(self) -> None:
         """Start the copy. Called by the queue, which holds its lock."""
-        originals, self._originals = self._originals, []
-        self._number = self._queue.start(self._tensors, originals)
+        self._number = self._queue.start(self._tensors, self._originals)
+        self._originals = []
         weakref.finalize(self, self._queue.drop, self._number).atexit = False
 
     def unpack(self, handle: PackedTensor | PackedShard) -> Tensor:
@@ -83,7 +80,7 @@ class Transfer:
             return handle.whole(self.unpack(handle.local))
         if self._number is not None:
             return self._queue.unpack(self._number, handle)
-        _require_unchanged(self._originals)
+        require_unchanged(self._originals)
         self._queue.prefetch_before(self)
         return self._tensors.original(handle)
 
@@ -122,6 +119,8 @@ class TransferQueue:
         """Device buffers that sets were copied back to."""
         self._in_use: int | None = None
         """The set that was unpacked last."""
+        self._spoiled: dict[int, str] = {}
+        """Sets that were written in place before their copy was complete, with the message."""
         self._dropped: deque[int] = deque()
         """Sets whose Transfer is gone, to be released."""
         self._failure: TransferError | None = None
@@ -169,7 +168,7 @@ class TransferQueue:
 
     def start(self, tensors: OffloadedTensors, originals: Originals) -> int:
         """Start copying a set to the arena; returns its number. `drop` releases it."""
-        _require_unchanged(originals)
+        require_unchanged(originals)
         while len(self._in_flight) >= self._max_in_flight:
             self._free_oldest()
         number = self.arena.take(tensors.num_bytes)
@@ -196,6 +195,8 @@ class TransferQueue:
         """A tensor of a set. Copies the set back first, unless it is there, and prefetches those sent before it."""
         with self._lock, self._reporting():
             self._release_dropped()
+            if number in self._spoiled:
+                raise TransferError(self._spoiled[number])
             if number != self._in_use:
                 self._free_in_flight()
                 self._copy_back(number)
@@ -269,7 +270,11 @@ class TransferQueue:
         originals = self._in_flight.pop(number)
         self._issue("compute", (), ((B.LIVE, number),), number)
         self._sets[number].free_device_copy()
-        _require_unchanged(originals)
+        try:
+            require_unchanged(originals)
+        except TransferError as error:
+            self._spoiled[number] = str(error)
+            raise
 
     def _copy_back_some(self, sets: list[int], count: int, others: set[int | None]) -> None:
         """Copy the last `count` of these sets back, unless that many are back beside `others`."""
@@ -323,6 +328,7 @@ class TransferQueue:
                 self._forget_lanes()
             self._sets[number].free_device_copy()
             self._returned.pop(number, None)
+            self._spoiled.pop(number, None)
             del self._sets[number]
             self.arena.give_back(number)
         self._lanes.drop_old_events()
@@ -344,15 +350,6 @@ def _memory_of(
     return (
         own_items(sets, number) if kind == B.LIVE else arena.memory(number) if kind == B.ARENA else [returned[number]]
     )
-
-
-def _require_unchanged(originals: Originals) -> None:
-    for tensor, version in originals:
-        if tensor._version != version:
-            raise TransferError(
-                f"A tensor of shape {tuple(tensor.shape)} was written in place after it was packed for the host, and "
-                "backward needs its old value. Write to a copy of it."
-            )
 
 
 def _nothing() -> None:

@@ -255,7 +255,7 @@ def test_nothing_offloaded_is_an_error_d44() -> None:
         one(inputs())  # nothing to offload
 
 
-@EVERY_DEVICE
+@pytest.mark.parametrize("device", [CpuDevice, DEVICES["sim"]])
 def test_host_memory_is_stable_over_lengths_d47(device) -> None:
     """Trap D47."""
     model, rng, longest = Model(), random.Random(0), 0

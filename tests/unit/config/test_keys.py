@@ -193,6 +193,9 @@ def test_axolotl_ends_early_stopped_runs_with_the_best_checkpoint() -> None:
     change = {"early_stopping_patience": 3, "val_set_size": 0.1, "save_steps": 10, "eval_steps": 10}
     assert read(change, THEIRS).load_best_model_at_end
     assert problems_of(change)[0].startswith("early_stopping_patience: has no effect without load_best_model_at_end")
+    without = {key: value for key, value in change.items() if key != "val_set_size"}
+    config = read(without, THEIRS)  # nothing to evaluate on
+    assert config.early_stopping_patience is None and "early_stopping_patience" in config.notes[-1]
 
 
 @pytest.mark.parametrize(

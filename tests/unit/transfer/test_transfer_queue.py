@@ -342,6 +342,19 @@ def test_a_write_into_a_tensor_that_is_being_sent_is_an_error(sent: bool) -> Non
         transfer.unpack(handle) if sent else transfer.send()
 
 
+@pytest.mark.parametrize("keep_last", [0, 1])
+def test_a_set_that_was_written_stays_an_error(keep_last: int) -> None:
+    """Also if the user catches the first error, which may come in the forward of another graph."""
+    queue = queue_for(CpuDevice(), nn.Module(), max_in_flight=1, keep_last=keep_last)
+    saved, transfers = torch.ones(3), [Transfer(queue) for _ in range(2)]
+    handle, _ = transfers[0].pack(saved), transfers[1].pack(torch.ones(3))
+    transfers[0].send()
+    saved.add_(1)
+    for _ in range(2):
+        with pytest.raises(TransferError, match="written in place"):
+            transfers[1].send() if not transfers[1]._is_packed else transfers[0].unpack(handle)
+
+
 def test_a_set_that_is_dropped_while_the_queue_is_busy_is_released_by_its_next_call() -> None:
     queue = queue_for(CpuDevice(), nn.Module())
     transfer, other = Transfer(queue), Transfer(queue)

@@ -2,7 +2,6 @@
 (methods/bypass/tensors.py).
 """
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +13,8 @@ from outsize.methods.bypass.axes import Axis, Shapes, shapes_of, unit_of
 from outsize.methods.bypass.importance import LayerImportance
 from outsize.methods.bypass.matrices import matrix
 from outsize.methods.bypass.parts import LayerParts
-from outsize.methods.bypass.resizing import changed_dims, new_module
-from outsize.methods.bypass.students import Replacement, Student
+from outsize.methods.bypass.resizing import Resizing, changed_dims, new_module, resizings
+from outsize.methods.bypass.students import Replacement, Student, copied
 from outsize.methods.bypass.subblocks import SubBlock
 from outsize.methods.bypass.tensors import keep_channels, keep_experts, kept, linear_map, merge_heads
 from outsize.methods.bypass.variants import Change, Variant
@@ -27,7 +26,7 @@ def build_student(parts: LayerParts, variant: Variant, importance: LayerImportan
     heads and experts are the first.
     """
     if variant.learn == "block":
-        layer = copy.deepcopy(parts.layer)
+        layer = copied(parts.layer)
         for change in variant.changes:
             layer.set_submodule(_subblock(parts, change).module, _changed(parts, change, importance))
         return Student(layer, None, None)
@@ -35,7 +34,7 @@ def build_student(parts: LayerParts, variant: Variant, importance: LayerImportan
     subblock = _subblock(parts, change)
     norm = None
     if change.kind != "skip" and subblock.norm is not None:
-        norm = copy.deepcopy(parts.layer.get_submodule(subblock.norm))
+        norm = copied(parts.layer.get_submodule(subblock.norm))
     return Student(_changed(parts, change, importance), norm, subblock)
 
 
@@ -84,7 +83,7 @@ def _changed(parts: LayerParts, change: Change, importance: LayerImportance | No
     subblock = _subblock(parts, change)
     module = parts.layer.get_submodule(subblock.module)
     if change.kind == "copy":
-        return copy.deepcopy(module)
+        return copied(module)
     if change.kind == "skip":
         return Replacement(None, subblock.num_outputs)
     if change.kind == "linear":
@@ -140,6 +139,11 @@ def _require_routable(parts: LayerParts, change: Change, module: nn.Module) -> N
 def sizes_of(parts: LayerParts, change: Change) -> dict[Axis, int]:
     assert change.count is not None
     return {parts.axes[change.kind]: change.count}
+
+
+def layer_resizings(parts: LayerParts, change: Change) -> dict[str, Resizing]:
+    """By tensor of the layer that a change resizes: the dimension, its size before and then. Reads no weights."""
+    return resizings(parts, _subblock(parts, change).kind, sizes_of(parts, change))
 
 
 def _narrowed(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from outsize.device.device import Device
-from outsize.methods.bypass.pruned_config import LayerChange, Part, PartPlace, one_layer, pruned_config
+from outsize.methods.bypass.pruned_config import LayerChange, Part, PartPlace, pruned_config, with_layers
 from outsize.model.pruned import pruned_class
 
 _DECODED = 8
@@ -100,7 +100,7 @@ class CostMeter:
 
     @torch.no_grad()
     def _measured(self, layer: int, change: LayerChange) -> Cost:
-        config = one_layer(self.config, layer)
+        config = with_layers(self.config, [layer])
         if change == LayerChange():
             model = self.parent._from_config(config, dtype=self.dtype)  # type: ignore[attr-defined]
         else:

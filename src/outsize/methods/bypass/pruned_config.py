@@ -1,7 +1,7 @@
 """The config of a model whose layers differ, for `model/pruned.py`."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +19,8 @@ class PartPlace:
     module: str
     norms: tuple[str, ...]
     """In front of it, and after it if the residual is added to that norm's output. Parts may share one."""
-    returns_tuple: bool
+    num_outputs: int
+    """Items of the tuple that the module returns; 0 if it returns a tensor."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def pruned_config(
             "parent": parent.__name__,
             "list": layer_list,
             "parts": {
-                name: {"module": part.module, "norms": list(part.norms), "returns_tuple": part.returns_tuple}
+                name: {"module": part.module, "norms": list(part.norms), "num_outputs": part.num_outputs}
                 for name, part in parts.items()
             },
         },
@@ -75,14 +76,13 @@ def pruned_config(
     return made
 
 
-def one_layer(config: Any, index: int) -> Any:
-    """A copy of a config of transformers with one layer only, that of `index`."""
+def with_layers(config: Any, layers: Sequence[int]) -> Any:
+    """A copy of a config of transformers with these layers only."""
     values = copy.deepcopy(config).to_dict()
-    count = config.num_hidden_layers
     for name, value in values.items():
-        if isinstance(value, list) and len(value) == count:  # layer_types and the like
-            values[name] = value[index : index + 1]
-    return type(config).from_dict({**values, "num_hidden_layers": 1})
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:  # layer_types and the like
+            values[name] = [value[index] for index in layers]
+    return type(config).from_dict({**values, "num_hidden_layers": len(layers)})
 
 
 def _unused_size(config: Any, part: Part) -> dict[str, int]:

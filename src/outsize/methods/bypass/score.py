@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from outsize.model.stack import LayerCall, LayerStack, run, valid_tokens
+from outsize.model.stack import LayerStack, run, valid_tokens
 
 IGNORED = -100
 _TOP = 10
@@ -99,33 +99,31 @@ class _Sums:
 @torch.no_grad()
 def score(
     stack: LayerStack,
-    batches: Sequence[Mapping[str, Any]],
+    batches: Sequence[Callable[[], Mapping[str, Any]]],
     candidates: Sequence[Candidate],
     *,
-    loaded: Callable[[nn.Module], AbstractContextManager[None]],
-    outside: Callable[[], AbstractContextManager[None]],
+    loaded: Callable[[int], AbstractContextManager[None]],
+    outside: Callable[[], AbstractContextManager[None]] = nullcontext,
     host_bytes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Scores, dict[str, Scores]]:
     """The teacher's own scores, and those of each candidate by name.
 
     Args:
-        batches: arguments of the model's forward, on the device.
-        loaded: while it is entered, a layer has its weights on the device.
-        outside: the same for everything outside of the layers.
+        batches: each makes the arguments of the model's forward on the device, labels included.
+        loaded: while it is entered, the layer of this number and its replacements have their weights on the device.
+        outside: while it is entered, everything outside of the layers has its weights there.
         host_bytes: for hidden states that wait. If all do not fit, there are several passes. Default: no limit.
         progress: called with the number of layers done and their total.
     """
-    with outside():
-        calls = [stack.capture(batch) for batch in batches]
-    waiting = sum(call.hidden.nbytes for call in calls)
+    waiting = sum(stack.capture(batch()).hidden.nbytes for batch in batches)
     per_pass = len(candidates) if host_bytes is None else max(1, host_bytes // max(waiting, 1) - 1)
     ordered = sorted(candidates, key=lambda each: (each.first, each.name))
     groups = [ordered[start : start + per_pass] for start in range(0, len(ordered), per_pass)] or [[]]
     teacher, found = Scores(0, 0, 0, 0, 0), {}
     for index, group in enumerate(groups):
         report = lambda layer, index=index: progress(index * len(stack.layers) + layer, len(groups) * len(stack.layers))
-        hidden = _pass(stack, [call.calls for call in calls], [call.hidden for call in calls], group, loaded, report)
+        hidden = _pass(stack, batches, group, loaded, report)
         with outside():
             teacher, some = _compare(stack, batches, hidden)
         found.update(some)
@@ -137,40 +135,64 @@ _TEACHER = ""
 
 def _pass(
     stack: LayerStack,
-    calls: Sequence[Sequence[LayerCall]],
-    first: Sequence[Tensor],
+    batches: Sequence[Callable[[], Mapping[str, Any]]],
     group: Sequence[Candidate],
-    loaded: Callable[[nn.Module], AbstractContextManager[None]],
+    loaded: Callable[[int], AbstractContextManager[None]],
     report: Callable[[int], None],
 ) -> dict[str, list[Tensor]]:
     """The last layer's outputs on the host: by candidate, per batch."""
-    device = first[0].device
-    waiting = {_TEACHER: [hidden.cpu() for hidden in first]}
+    waiting = {_TEACHER: [stack.capture(batch()).hidden.cpu() for batch in batches]}
     for index, layer in enumerate(stack.layers):
-
-        def through(inputs: Sequence[Tensor], layer: nn.Module = layer.module, index: int = index) -> list[Tensor]:
-            return [run(layer, calls[batch][index], hidden.to(device)).cpu() for batch, hidden in enumerate(inputs)]
-
-        with loaded(layer.module):
-            begin = [candidate for candidate in group if candidate.first == index]
-            waiting |= {candidate.name: waiting[_TEACHER] for candidate in begin}
-            changed = {candidate.name: candidate.layers[index] for candidate in group if index in candidate.layers}
-            for name in list(waiting):
-                with changed.get(name, nullcontext)():
-                    waiting[name] = through(waiting[name])
+        changed = {candidate.name: candidate.layers[index] for candidate in group if index in candidate.layers}
+        begin = [candidate.name for candidate in group if candidate.first == index]
+        waiting |= {name: list(waiting[_TEACHER]) for name in begin}
+        with loaded(index):
+            for place, batch in enumerate(batches):
+                captured = stack.capture(batch())
+                for name, hidden in waiting.items():
+                    with changed.get(name, nullcontext)():
+                        given = hidden[place].to(captured.hidden.device)
+                        hidden[place] = run(layer.module, captured.calls[index], given).cpu()
         report(index + 1)
     return waiting
 
 
 def _compare(
-    stack: LayerStack, batches: Sequence[Mapping[str, Any]], waiting: Mapping[str, Sequence[Tensor]]
+    stack: LayerStack, batches: Sequence[Callable[[], Mapping[str, Any]]], waiting: Mapping[str, Sequence[Tensor]]
 ) -> tuple[Scores, dict[str, Scores]]:
     sums = {name: _Sums() for name in waiting}
-    for index, batch in enumerate(batches):
+    for place, make in enumerate(batches):
+        batch = make()
         device = next(value.device for value in batch.values() if isinstance(value, Tensor))
-        teacher = waiting[_TEACHER][index].to(device)
+        teacher = waiting[_TEACHER][place].to(device)
         expected = stack.output(batch, teacher).logits
-        for name, rows in waiting.items():
-            hidden = rows[index].to(device)
-            sums[name].add(hidden, stack.output(batch, hidden).logits, teacher, expected, batch)
+        for name, hidden in waiting.items():
+            own = hidden[place].to(device)
+            sums[name].add(own, stack.output(batch, own).logits, teacher, expected, batch)
     return sums[_TEACHER].means(), {name: each.means() for name, each in sums.items() if name != _TEACHER}
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A model whose layers are loaded one after another."""
+
+    stack: LayerStack
+    loaded: Callable[[int], AbstractContextManager[None]]
+    """While it is entered, the layer of this number has its weights on the device."""
+    outside: Callable[[], AbstractContextManager[None]] = nullcontext
+    """The same for everything outside of the layers."""
+
+
+@torch.no_grad()
+def compare(teacher: Streamed, other: Streamed, batches: Sequence[Callable[[], Mapping[str, Any]]]) -> Scores:
+    """The scores of another model, whose hidden size may differ; then its cosine is 0."""
+    hidden = [_pass(model.stack, batches, (), model.loaded, lambda done: None)[_TEACHER] for model in (teacher, other)]
+    sums = _Sums()
+    with teacher.outside(), other.outside():
+        for place, make in enumerate(batches):
+            batch = make()
+            device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+            theirs, own = (each[place].to(device) for each in hidden)
+            expected, logits = teacher.stack.output(batch, theirs).logits, other.stack.output(batch, own).logits
+            sums.add(own, logits, theirs if theirs.shape == own.shape else torch.zeros_like(own), expected, batch)
+    return sums.means()

@@ -5,6 +5,7 @@ Bases differ between machines, so a run that resumes elsewhere needs the files i
 
 import hashlib
 import os
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,6 +28,8 @@ from outsize.progress import counted
 _FORMAT = 1
 _DIGITS = 24
 _PART_BYTES = 4 * 2**20
+_ABANDONED_SECONDS = 600
+"""A temporary file of another process is abandoned after so long without a write."""
 
 
 class BasesId(NamedTuple):
@@ -110,6 +113,9 @@ def _save(folder: Path, bases: Bases, found: BasesId) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)
+        for old in folder.glob(f"{found.weight}-*.tmp"):  # of a process that was killed
+            if time.time() - old.stat().st_mtime > _ABANDONED_SECONDS:
+                old.unlink()
         with TensorFile.create(temporary, {name: TensorSpec.of(t) for name, t in tensors.items()}, {}) as file:
             for name, tensor in tensors.items():
                 file.write(name, tensor)

@@ -35,6 +35,9 @@ def find_targets(model: nn.Module, method: OSFT) -> tuple[Target, ...]:
     """
     if getattr(model, "peft_config", None):
         raise ConfigError("OSFT: the model has a PEFT adapter, which leaves no weights to split. Use one or the other.")
+    if method.target_modules is None and getattr(model, "is_quantized", False):
+        kind = getattr(getattr(model, "quantization_method", None), "value", "unknown")
+        raise ModelUnsupported(f"OSFT: the model is quantized ({kind}). Use the unquantized model.")
     _require_gradients_are_ours(model)
     names = {id(param): name for name, param in model.named_parameters()}
     heads = set() if method.target_modules is not None else _embeddings(model)

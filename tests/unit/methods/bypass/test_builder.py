@@ -7,15 +7,18 @@ from itertools import product
 
 import pytest
 import torch
+import zoo
 from pruning import first_layer, layers, require_close, student, teacher, variant
 from torch import Tensor, nn
 
 from outsize.base.errors import ModelUnsupported
 from outsize.methods.bypass.builder import build_student, config_sizes, student_numels
 from outsize.methods.bypass.importance import LayerImportance
+from outsize.methods.bypass.layouts import inspect_layer
 from outsize.methods.bypass.losses import LOSSES
+from outsize.methods.bypass.subblocks import SubBlockRun, record
 from outsize.methods.bypass.variants import Change, Variant
-from outsize.model.stack import run
+from outsize.model.stack import LayerCall, run
 
 DOWN: dict[str, tuple[str, int]] = {
     # By kind: the output projection of the first layer's feed-forward part, and the dimension of its inputs.
@@ -72,13 +75,9 @@ def test_a_narrow_ffn_is_the_teachers_with_removed_channels_masked(kind: str) ->
 
 def first_layer_of(layer: nn.Module, parts, runs):
     """Another layer's sub-blocks, given what the teacher's were given."""
-    from dataclasses import replace
-
-    from outsize.methods.bypass.subblocks import record
-
     given = runs["block"]
     _, recorded = record(layer, parts.subblocks, parts.subblocks.keys(), given.call, given.input)
-    return layer, {kind: replace(one) for kind, one in recorded.items()}
+    return layer, recorded
 
 
 def repeated(tensor: Tensor, heads: int, how: str, chosen: list[int]) -> Tensor:
@@ -168,8 +167,6 @@ def test_all_experts_are_kept_in_order(kind: str) -> None:
 
 
 def given(call, hidden):
-    from outsize.methods.bypass.subblocks import SubBlockRun
-
     return SubBlockRun(hidden, call, hidden)
 
 
@@ -278,6 +275,19 @@ def test_students_keep_the_teachers_dtypes_and_share_no_memory(kind: str) -> Non
     assert all(param.grad is None for param in model.parameters())
 
 
+def test_a_student_of_a_layer_in_one_buffer_copies_its_own_weights_alone() -> None:
+    parts, runs = first_layer(teacher("llama", torch.bfloat16))
+    buffer = torch.zeros(100_000, dtype=torch.bfloat16)
+    end = 0
+    for param in parts.layer.parameters():
+        param.data = buffer[end : end + param.numel()].copy_(param.data.flatten()).view(param.shape)
+        end += param.numel()
+    for one in (variant("copy"), variant("intermediate_size", 20), variant("num_key_value_heads", 1)):
+        made = build_student(parts, one)
+        assert all(param.untyped_storage().nbytes() == param.nbytes for param in made.parameters())
+        assert made(runs[one.learn]).isfinite().all()
+
+
 def test_settings_of_the_config_build_the_same_shapes() -> None:
     parts, _ = first_layer(teacher("llama"))
     fewer = Change(subblock="attention", kind="num_key_value_heads", count=2, how="average")
@@ -293,3 +303,88 @@ def test_what_is_known_of_a_layer_holds_for_others_of_its_structure() -> None:
     for name, tensor in second.layer_tensors().items():
         assert torch.equal(tensor, as_first.layer_tensors()[name])
     assert not torch.equal(first.layer_tensors()["mlp.up_proj.weight"], second.layer_tensors()["mlp.up_proj.weight"])
+
+
+class _Config:
+    def __init__(self) -> None:
+        self.width, self.num_experts, self.hidden, self.widths = 24, 4, 32, [12, 24]
+
+
+class _Expert(nn.Module):
+    def __init__(self, hidden: int, width: int):
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(hidden, width), nn.Linear(width, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(torch.relu(self.w1(x)))
+
+
+class _Routed(nn.Module):
+    """Experts in a list, all of which see every token."""
+
+    def __init__(self, config: _Config):
+        super().__init__()
+        self.router = nn.Linear(config.hidden, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(_Expert(config.hidden, config.width) for _ in range(config.num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        return sum(expert(x) * weights[..., i : i + 1] for i, expert in enumerate(self.experts))
+
+
+class _Layer(nn.Module):
+    """Of a class without config in its modules: a width of its own in each layer, experts in the second."""
+
+    def __init__(self, config: _Config, layer_number: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden)
+        self.ffn = _Routed(config) if layer_number else _Expert(config.hidden, config.widths[layer_number])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ffn(self.norm(x))
+
+
+def inspected(layer: nn.Module, config, index: int):
+    call, hidden = LayerCall((), {}, 0), torch.randn(2, 5, 32, dtype=torch.float64)
+    parts = inspect_layer(f"layers.{index}", layer, config, call, hidden)
+    return parts, first_layer_of(layer, parts, {"block": SubBlockRun(hidden, call, hidden)})[1]
+
+
+def test_a_width_of_single_layers_and_a_list_of_experts() -> None:
+    torch.manual_seed(0)
+    config = _Config()
+    first, second = (_Layer(config, index).double() for index in range(2))
+    parts, runs = inspected(first, config, 0)
+    assert (parts.shape.intermediate_size, parts.shape.experts) == (12, None)
+    narrow = student(parts, variant("intermediate_size", 5), LayerImportance({"ffn": -torch.arange(12.0)}, {}, {}))
+    assert config_sizes(parts, variant("intermediate_size", 5)) == {"widths": [5, 24]} and config.widths == [12, 24]
+    first.ffn.w2.weight.data[:, 5:] = 0
+    require_close(narrow(runs["ffn"]), first_layer_of(first, parts, {"block": run_of(runs)})[1]["ffn"].target)
+
+    parts, runs = inspected(second, config, 1)
+    assert (parts.shape.intermediate_size, parts.shape.experts) == (24, 4)
+    importance = LayerImportance({}, {}, {"ffn": torch.tensor([3.0, 1.0, 4.0, 2.0])})
+    fewer, left = student(parts, variant("experts", 2), importance), [0, 2]
+    x = second.norm(runs["ffn"].input)
+    weights = (x @ second.ffn.router.weight[left].T).softmax(-1)
+    expected = sum(second.ffn.experts[expert](x) * weights[..., i : i + 1] for i, expert in enumerate(left))
+    require_close(fewer(runs["ffn"]), expected)
+    assert torch.equal(fewer.layer_tensors()["ffn.experts.1.w1.weight"], second.ffn.experts[2].w1.weight)
+    # The width of every expert, each by scores of its own.
+    scores = {f"ffn.experts.{i}": torch.rand(24, generator=torch.Generator().manual_seed(i)) for i in range(4)}
+    narrow = student(parts, variant("intermediate_size", 7), LayerImportance(scores, {}, {}))
+    for i, expert in enumerate(second.ffn.experts):
+        expert.w2.weight.data[:, scores[f"ffn.experts.{i}"].argsort(descending=True)[7:]] = 0
+    require_close(narrow(runs["ffn"]), first_layer_of(second, parts, {"block": run_of(runs)})[1]["ffn"].target)
+
+
+def run_of(runs) -> SubBlockRun:
+    """The sub-block is the first in its layer."""
+    return SubBlockRun(runs["ffn"].input, LayerCall((), {}, 0), runs["ffn"].target)
+
+
+def test_a_class_that_cannot_be_built_again_is_copied_and_skipped_alone() -> None:
+    block = zoo.make("routed").layers[0].double()
+    hidden, expert = torch.randn(2, 5, 32, dtype=torch.float64), torch.zeros(2, 5, dtype=torch.int64)
+    parts = inspect_layer("layers.0", block, None, LayerCall((), {"expert": expert}, 0), hidden)
+    assert (parts.shape.intermediate_size, parts.shape.num_key_value_heads, parts.shape.experts) == (None,) * 3

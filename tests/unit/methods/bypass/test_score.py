@@ -35,8 +35,8 @@ def scores_of(kind, host_bytes=None):
     stack = LayerStack(model)
     read = Counter()
 
-    def loaded(layer):
-        read[next(each.name for each in stack.layers if each.module is layer)] += 1
+    def loaded(index):
+        read[index] += 1
         return nullcontext()
 
     candidates = [
@@ -54,10 +54,9 @@ def scores_of(kind, host_bytes=None):
     done = []
     found = score(
         stack,
-        batches,
+        [lambda batch=batch: batch for batch in batches],
         candidates,
         loaded=loaded,
-        outside=nullcontext,
         host_bytes=host_bytes,
         progress=lambda *counts: done.append(counts),
     )
@@ -128,7 +127,7 @@ def test_padding_does_not_count():
         batch = {"input_ids": padded, "attention_mask": mask, "labels": labels}
         layer = stack.layers[0].module
         one = Candidate("0", {0: lambda: replaced(layer, {"mlp": Scaled(layer.mlp, 0.5)})})
-        return score(stack, [batch], [one], loaded=lambda _: nullcontext(), outside=nullcontext)
+        return score(stack, [lambda: batch], [one], loaded=lambda _: nullcontext())
 
     assert scored(1) == scored(5)
 
@@ -143,7 +142,7 @@ def test_a_candidate_may_replace_many_layers():
     layers = {
         layer: lambda layer=layer: replaced(stack.layers[layer].module, {"mlp": halves[layer]}) for layer in halves
     }
-    _, found = score(stack, [batch], [Candidate("both", layers)], loaded=lambda _: nullcontext(), outside=nullcontext)
+    _, found = score(stack, [lambda: batch], [Candidate("both", layers)], loaded=lambda _: nullcontext())
     given = {name: value for name, value in batch.items() if name != "labels"}
     expected = model(**given).logits.log_softmax(-1)
     with layers[1](), layers[3]():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.utils.quantization_config import QuantizationMethod
 
 import outsize
 from outsize.base.errors import ConfigError, ModelUnsupported
@@ -234,6 +235,14 @@ def test_adaptive_ranks_freeze_more_of_layers_that_change_less() -> None:
     )
     with pytest.raises(ConfigError, match=r"the mean frozen share is 0\.05"):
         outsize.osft.adaptive_ranks(model, {"input_ids": tokens}, 0.95)
+
+
+def test_quantized_models_whose_weights_are_not_in_linear_modules_are_refused() -> None:
+    """As from_pretrained marks them; GPTQ's and HQQ's modules are no nn.Linear."""
+    model = llama()
+    model.is_quantized, model.quantization_method = True, QuantizationMethod.GPTQ
+    with pytest.raises(ModelUnsupported, match=r"OSFT: the model is quantized \(gptq\)"):
+        find_targets(model, HALF)
 
 
 class Wrapped(Tensor):
