@@ -173,7 +173,7 @@ def assemble(config: RunConfig) -> Assembled:
     if config.adapter == "lora":
         adapted: Any = built.model
         found = {name: getattr(adapted.peft_config["default"], name) for name in ("r", "lora_alpha", "lora_dropout")}
-        trainer.card = adapter_card(config, found, type(adapted.get_base_model()).__name__)
+        trainer.card = adapter_card(config, found, type(adapted.get_base_model()).__name__, trainer.processing_class)
     trainer.prompts, trainer.changed = tuple(inputs.prompts), tuple(changed)
     trainer.fingerprint = resume_fingerprint(config, inputs.fingerprints, threads, checkpoint)
     return Assembled(
