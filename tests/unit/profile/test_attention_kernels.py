@@ -74,7 +74,9 @@ def test_the_plan_names_the_kernel_in_use(kind: str, device: str, words: str) ->
     """Not on `sim`: it stands for a GPU, which would have others."""
     plan, graph = planned(kind, device)
     assert plan.attention == words
-    assert [line for line in head(plan, graph) if line.startswith("attention ")] == ([f"attention {words}"] if words else [])
+    assert [line for line in head(plan, graph) if line.startswith("attention ")] == (
+        [f"attention {words}"] if words else []
+    )
 
 
 def planned(kind: str, device: str = "cpu") -> tuple[Plan, BlockGraph]:
