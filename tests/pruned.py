@@ -20,6 +20,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
+from outsize.base.errors import PlanInfeasible
 from outsize.config.read import read_config
 from outsize.config.run import RunConfig
 from outsize.methods.bypass.builder import build_student
@@ -78,6 +79,16 @@ def gemma3() -> nn.Module:
 
 def run(yaml: Path, *overrides: str, dry_run: bool = False) -> PruneOutcome:
     return prune_run(read_config(yaml, overrides), Console(file=io.StringIO()), dry_run=dry_run)
+
+
+def least_gpu_memory(yaml: Path, *overrides: str) -> int:
+    """What a run that does not fit says is enough."""
+    try:
+        run(yaml, *overrides, dry_run=True)
+    except PlanInfeasible as error:
+        assert error.resource == "gpu"
+        return error.needed_bytes
+    raise AssertionError("it fits")
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,9 @@ def layers(model: nn.Module, seed: int = 0) -> Iterator[tuple[LayerParts, Any, T
             hidden = run(layer.module, call, hidden)
 
 
-def first_layer(model: nn.Module, at: int = 0) -> tuple[LayerParts, dict[str, SubBlockRun]]:
-    """A layer, and what its sub-blocks and itself are given."""
-    parts, call, hidden = list(layers(model))[at]
+def first_layer(model: nn.Module) -> tuple[LayerParts, dict[str, SubBlockRun]]:
+    """The first layer, and what its sub-blocks and itself are given."""
+    parts, call, hidden = next(layers(model))
     _, runs = record(parts.layer, parts.subblocks, [*parts.subblocks, "block"], call, hidden)
     return parts, runs
 

@@ -3,8 +3,8 @@
 These names may change in any release. Those of torch are looked up when outsize is imported, those of other libraries
 when they are first needed. One that is missing raises ImportError with its name and the versions that outsize was
 tested with. Nothing else in outsize imports a private name. Attributes that all versions so far have in common and that
-cannot be imported (`Tensor._version`, `Module._parameters`, `_buffers` and `_modules`) are used where they are needed;
-the private methods of `transformers.Trainer` that `OutsizeMixin` overrides are listed in TRAINER_METHODS.
+cannot be imported (`Tensor._version` and `_base`, `Module._parameters`, `_buffers` and `_modules`) are used where they
+are needed; the private methods of `transformers.Trainer` that `OutsizeMixin` overrides are listed in TRAINER_METHODS.
 """
 
 import importlib

@@ -20,7 +20,7 @@ import outsize
 from outsize.activation.layer_offload import is_offloaded
 from outsize.base.errors import ConfigError, EngineMisuse
 from outsize.config.read import parse_config, read_config
-from outsize.integrations.offloading import OffloadTrainer
+from outsize.integrations.offloading import OffloadMixin, OffloadTrainer
 from outsize.run.assemble import assemble
 from outsize.setup.activation_offload import enable_offload
 from outsize.transfer.file_arena import FileArena
@@ -94,6 +94,29 @@ def test_disk_is_on_disk_and_the_others_are_not_d46(base: str, tmp_path: Path) -
         assert (in_file >= offload.used_bytes > 0) == (name == "disk")
         loss.backward()
         offload.disable()
+
+
+def test_trainers_of_trl(tmp_path: Path) -> None:
+    """They turn gradient checkpointing on by default."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+
+    class Offloading(OffloadMixin, trl.SFTTrainer):
+        pass
+
+    tokenizer = folders.write_tokenizer(tmp_path / "model")
+    data = datasets.Dataset.from_dict({"text": folders.sentences(8)})
+
+    def weights(kind: Any, **given: Any) -> list[Tensor]:
+        args = trl.SFTConfig(
+            str(tmp_path), max_steps=2, use_cpu=True, bf16=False, report_to=[], max_length=16, learning_rate=1e-2
+        )
+        trainer = kind(zoo.make("llama"), args, train_dataset=data, processing_class=tokenizer, **given)
+        trainer.train()
+        assert not given or trainer.offload.num_sent == 2
+        return trained(trainer.model)
+
+    found = weights(Offloading, activation_offloading="hidden_states")
+    assert all(torch.equal(a, b) for a, b in zip(found, weights(trl.SFTTrainer), strict=True))
 
 
 def test_false_offloads_nothing_and_auto_is_of_plans(tmp_path: Path) -> None:

@@ -58,6 +58,18 @@ def test_the_bits_are_those_of_gradient_checkpointing_d37(kind: str, autocast: b
     assert not model.is_gradient_checkpointing
 
 
+def test_gradient_checkpointing_is_as_before_afterwards() -> None:
+    model, batch = zoo.make("llama"), zoo.batch("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    functions = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    expected = step(model, batch, False)
+    with outsize.hidden_states_offload(model):
+        assert not model.is_gradient_checkpointing and same(step(model, batch, False), expected)
+    assert model.is_gradient_checkpointing
+    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == functions
+    assert same(step(model, batch, False), expected)
+
+
 def test_generation_and_saving_work_while_it_is_enabled(tmp_path: Path) -> None:
     """Forwards without grad run as before, with their cache."""
     model, batch = zoo.make("llama").eval(), zoo.batch("llama")

@@ -13,12 +13,16 @@ import yaml as yaml_module
 from rich.console import Console
 from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from typer.testing import CliRunner
 
 from outsize.base.errors import ConfigError
+from outsize.cli.main import app
 from outsize.config.read import read_config
 from outsize.methods.bypass.choose import TargetInfeasible
 from outsize.run.prune import PruneOutcome, prune_run
+from outsize.run.prune_library import Library
 from outsize.run.prune_setup import set_up
+from outsize.run.prune_sweep import sweep_run
 
 VARIANTS = {"intermediate_size": [24, 8], "num_key_value_heads": [1], "skip": ["attention", "ffn"], "linear": True}
 
@@ -168,3 +172,52 @@ def test_distillation_of_a_chosen_model(library: Path, tmp_path: Path) -> None:
     assert load(result).num_parameters() == made.chosen.predicted["params"]
     (again,) = run(yaml)[0].models
     assert again.final == made.final
+
+
+def test_commands(library: Path, tmp_path: Path) -> None:
+    yaml = with_prune(library, tmp_path)
+    (tmp_path / "out" / "library" / "000" / "ffn-8").rename(tmp_path / "ffn-8")
+    command = lambda *words: CliRunner().invoke(app, ["prune", *map(str, words)])
+    made = command(yaml, "--only", "choose", "--set", "prune.target.params=0.7")
+    assert made.exit_code == 0 and "the others are left out" in made.output and "best possible" in made.output
+    assert not (tmp_path / "out" / "library" / "000" / "ffn-8").exists()
+    shown = command("--show", tmp_path / "out")
+    assert shown.exit_code == 0 and "ffn-24" in shown.output and "params-0.7" in shown.output
+    assert "missing" in command(yaml, "--only", "choose").output
+    assert "has no library" in command("--show", tmp_path).output
+    assert command().exit_code == 2
+
+
+SWEEP = [{"intermediate_size": [24]}, {"num_key_value_heads": [3]}, {"skip": ["ffn"], "num_key_value_heads": [1]}]
+
+
+def sweep(folder: Path) -> Path:
+    return pruned.write(folder, prune={**{name: None for name in pruned.VARIANTS}, "sweep": SWEEP}, save_steps=2)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    weights = sorted((folder / "out" / "sweep").rglob("library/**/*.safetensors"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in weights}
+
+
+def test_sweep_goes_on_after_a_failing_entry_and_after_a_kill(tmp_path: Path) -> None:
+    """D6: entries are independent of others having failed, been killed or resumed."""
+    console = Console(file=io.StringIO(), width=200, record=True)
+    failed = sweep_run(sweep(tmp_path / "clean"), [], console)
+    assert len(failed) == 1 and "num_key_value_heads: 3 does not divide" in failed[0]
+    clean = files_of(tmp_path / "clean")
+    assert len({name.split("/")[2] for name in clean}) == 2
+    # Killed in an entry, with its states on disk; then the same command, with the entries in another order.
+    yaml = sweep(tmp_path / "killed")
+    assert pruned.killed_at(6, Library, "finish", lambda: sweep_run(yaml, [], console))
+    held = files_of(tmp_path / "killed")
+    assert 0 < len(held) < len(clean) and list((tmp_path / "killed").rglob("training/**/*.safetensors"))
+    settings = yaml_module.safe_load(yaml.read_text())
+    settings["prune"]["sweep"] = SWEEP[::-1]
+    yaml.write_text(yaml_module.safe_dump(settings))
+    again = sweep_run(yaml, [], console)
+    assert len(again) == 1 and files_of(tmp_path / "killed") == clean
+    # Everything is finished: nothing is trained again.
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").rglob("*.safetensors")}
+    sweep_run(yaml, [], console)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").rglob("*.safetensors")}

@@ -127,6 +127,7 @@ def test_a_run_equals_a_plain_trainer_over_the_processors_own_batches(
         assert history(out, 4) == losses, shown
         assert saved.keys() == expected.keys() and all(torch.equal(saved[key], expected[key]) for key in saved)
         assert type(AutoProcessor.from_pretrained(out)) is type(processor)
+        assert f'processor = AutoProcessor.from_pretrained("{out}")' in shown.replace("\n", "")
         parity_cell((kind, name))
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from outsize.activation.recompute import RngAndAutocastState
 from outsize.base.errors import EngineMisuse
+from outsize.base.repeats import iterations
+from outsize.compat import fake_tensor
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -142,8 +144,9 @@ class _Tiles:
         self._module, self._run, self._tile, self._dim = module, forward, tile, dim
 
     def _cut(self, x: Tensor) -> Iterator[tuple[int, int]]:
-        size = x.shape[self._dim]
-        return ((start, min(self._tile, size - start)) for start in range(0, size, self._tile))
+        size, tile = x.shape[self._dim], self._tile
+        for number in iterations(-(-size // tile), is_fake=isinstance(x, fake_tensor.FakeTensor)):
+            yield number * tile, min(tile, size - number * tile)
 
     def _part(self, x: Tensor, place: tuple[int, int]) -> Tensor:
         return x.narrow(self._dim, *place).contiguous()  # modules call `view`
@@ -209,9 +212,11 @@ def _add_up(sums: list[Tensor | None], grads: list[Tensor | None]) -> None:
             total.add_(grad)
 
 
-def _leaf(param: Tensor) -> nn.Parameter:
+def _leaf(param: Tensor) -> Any:
     """A parameter in the same memory without the user's gradient hooks, which must run once and not for each tile."""
-    return nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+    leaf: Any = param.detach().requires_grad_()
+    leaf._is_param = True  # isinstance(leaf, nn.Parameter), also of a fake tensor
+    return leaf
 
 
 @contextmanager

@@ -131,7 +131,8 @@ class Reader:
                 value = self.value(Annotated[hint, rules[name]] if rules else hint, item, label)
                 if len(self.problems) == before:
                     values[name] = value
-                elif is_off and name not in schema.required:
+                if is_off and name not in schema.required and (len(self.problems) > before or _may_lack_record(hint)):
+                    values.pop(name, None)
                     del self.problems[before:]
         for name in schema.required:
             if name not in meant and ((name not in data) if self.strict else data.get(name) is None):
@@ -277,6 +278,12 @@ def _field_for(data: Any, names: list[str], hints: dict[str, Any]) -> str:
             if takes_mapping == isinstance(data, dict):
                 return name
     return names[0]
+
+
+def _may_lack_record(hint: Any) -> bool:
+    """Whether the hint is a record or None."""
+    args = typing.get_args(hint)
+    return types.NoneType in args and any(map(dataclasses.is_dataclass, args))
 
 
 def _unknown(label: str, key: str, names: list[str]) -> str:

@@ -7,13 +7,14 @@ Only steps that did exactly what the plan says are used. After an evaluation, an
 engine on the same device or a save, later steps are timed instead. A timeline that a user records takes precedence.
 """
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from outsize.base.log import log
-from outsize.base.units import show_seconds
+from outsize.base.units import show_bytes, show_seconds
 from outsize.calibration.rates import CALIBRATED_RATES, save_step_rates
 from outsize.device.device import Device
 from outsize.device.timeline import Span, Timeline
@@ -21,6 +22,7 @@ from outsize.hardware.lanes import LANES, lane_words
 from outsize.schedule.actions import TYPES, Kind, action_seconds, parse_action
 from outsize.schedule.placement import Placement
 from outsize.schedule.plan import Plan
+from outsize.schedule.render import extrapolation
 from outsize.schedule.schedule import Schedule
 
 WARM_UP_STEPS = 2
@@ -85,6 +87,8 @@ class StepCalibration:
         """The engine's `number`-th step was issued. Never waits."""
         self._num_steps += 1
         self._warm += 1
+        if self._num_steps == 1 and self._plan.extrapolated_from:
+            self._compare_peak()
         if self._timeline is not None and self._timeline.is_open:
             self._mark()
             if self._warm == WARM_UP_STEPS + TIMED_STEPS:
@@ -93,6 +97,14 @@ class StepCalibration:
         self.poll()
         if self.timing is None and self._timeline is None and self._num_steps < LAST_STEP:
             self._start()
+
+    def _compare_peak(self) -> None:
+        """Compare the memory of the first step with an extrapolated plan. Its time is compared with that of the timed
+        steps, as for every plan."""
+        found, planned = self._device.peak_bytes, self._plan.estimate.gpu_bytes
+        level = logging.WARNING if found > planned else logging.INFO
+        words = f"first step: GPU peak {show_bytes(found)}, planned {show_bytes(planned)}"
+        log.log(level, "%s (%s), %s", words, _difference(found, planned), extrapolation(self._plan))
 
     def _start(self) -> None:
         if self._warm < WARM_UP_STEPS or (timeline := self._device.start_timeline()) is None:

@@ -22,7 +22,7 @@ def choose_device(name: "str | Device | None" = None) -> Device:
     if name == "cuda":
         name = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else name
     device = _known(name)
-    device.prepare_allocator()
+    device.prepare_for_plans()
     return device
 
 

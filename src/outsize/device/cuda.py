@@ -52,7 +52,7 @@ class CudaDevice(Device):
         super().__init__()
         self.torch_device = torch.device("cuda", index)
         torch.cuda.init()
-        self._allocator_is_prepared = False
+        self._is_prepared = False
         self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
         self._threads: dict[Lane, ThreadPoolExecutor] = {}
         """One thread per lane, from its first task until the last engine closes."""
@@ -155,10 +155,11 @@ class CudaDevice(Device):
     def expect(self, process_overhead: ProcessOverhead) -> None:
         self._expected = process_overhead
 
-    def prepare_allocator(self) -> None:
-        if not self._allocator_is_prepared:
-            self._allocator_is_prepared = True
+    def prepare_for_plans(self) -> None:
+        if not self._is_prepared:
+            self._is_prepared = True
             _use_expandable_segments(self.torch_device)
+            self._at_start = (self._outside, torch.cuda.memory_allocated(self.torch_device))
 
     @property
     def overhead_bytes(self) -> int:

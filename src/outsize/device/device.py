@@ -119,8 +119,8 @@ class Device(ABC):
         """Device memory outside of plans: CUDA context, library workspaces, allocator fragmentation."""
         return 0
 
-    def prepare_allocator(self) -> None:  # noqa: B027 - only `cuda` has settings
-        """Set the allocator of the process as plans need it."""
+    def prepare_for_plans(self) -> None:  # noqa: B027 - only `cuda` has settings
+        """Set the allocator of the process as plans need it, and note what is in use before them."""
 
     def count_anew(self) -> None:  # noqa: B027 - `cuda` measures it when the first engine opens
         """Count memory from zero. Tensors of earlier engines that are still alive (a loss, outputs, values that a model

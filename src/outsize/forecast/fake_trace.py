@@ -19,7 +19,6 @@ from outsize.base.log import log
 from outsize.compat import fake_tensor
 from outsize.device.sim import AbsentDevice
 from outsize.forecast.example import Images, example_batch, with_positions
-from outsize.forecast.fake_weights import FakeWeights
 from outsize.hardware.spec import HardwareSpec
 from outsize.loss.chunked_loss import ChosenLoss, trace_with_loss
 from outsize.model.adapter import Adapter, add_adapter
@@ -27,6 +26,7 @@ from outsize.model.build import load_config, trainable_class
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
 from outsize.model.quantized import quantization_of
+from outsize.profile.fake_weights import FakeWeights
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 
@@ -101,7 +101,7 @@ def fake_trace(
             bind(model)
             layers = find_layers(model)
 
-            def trace_of(_: str) -> tuple[BlockGraph, ModelTrace]:
+            def trace_of(_: ChosenLoss) -> tuple[BlockGraph, ModelTrace]:
                 return Tracer(model, batch, layers, AbsentDevice(spec), tile_tokens=tile_tokens).trace()
 
             (graph, trace), loss = trace_with_loss(model, batch, trace_of, wanted=chunked_loss)

@@ -216,7 +216,7 @@ class ChosenLoss:
 def trace_with_loss(
     model: nn.Module,
     batch: Any,
-    trace: Callable[[str], T],
+    trace: Callable[[ChosenLoss], T],
     *,
     wanted: bool | None,
     is_custom: bool = False,
@@ -226,7 +226,7 @@ def trace_with_loss(
 
     Args:
         batch: the largest one.
-        trace: profiles the model. Takes a description of the chunked loss, or "".
+        trace: profiles the model. Takes how the loss is computed.
         wanted: None: if the batch is larger than a chunk and the model allows it. True: raise ChunkedLossUnsupported if
             it is impossible.
         is_custom: the loop computes the loss, and may read the logits.
@@ -234,17 +234,18 @@ def trace_with_loss(
     """
     chosen = choose_loss(model, batch, wanted=wanted, is_custom=is_custom, before=before)
     if not chosen.in_chunks:
-        return trace(""), chosen
+        return trace(chosen), chosen
     chosen.attach()
     try:
-        return trace(chosen.text), chosen
+        return trace(chosen), chosen
     except LogitsNotMaterialized as no:
         if wanted:
             raise ChunkedLossUnsupported(f"there is {no.use}") from no
         reason = no.use
     finally:
         chosen.detach()
-    return trace(""), ChosenLoss(text=f"full logits: {reason}")
+    chosen = ChosenLoss(text=f"full logits: {reason}")
+    return trace(chosen), chosen
 
 
 def choose_loss(

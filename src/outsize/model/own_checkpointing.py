@@ -20,12 +20,12 @@ def turn_checkpointing_off(model: nn.Module) -> Flags:
         for flag in _FLAGS
         if vars(module).get(flag) is True
     ]
-    for module in model.modules():
+    for _, module, flag in found:
+        setattr(module, flag, False)
+    for module in model.modules():  # of another form, which has no flag to restore
         is_on = getattr(module, "is_gradient_checkpointing", False) is True
         if is_on and hasattr(module, "gradient_checkpointing_disable"):
             module.gradient_checkpointing_disable()  # type: ignore[operator]
-    for _, module, flag in found:
-        setattr(module, flag, False)
     return found
 
 

@@ -70,10 +70,16 @@ class LayerStack:
         self.path = blocks if blocks is not None else _largest(model).path
         self.layers: tuple[Layer, ...] = find_layers(model, [self.path])
         self.model, self._materialized = model.eval(), materialized
+        self._with_caches = turn_caches_off(model)
+        turn_caches_on(self._with_caches)
         if not self.layers:
             raise ConfigError(f"blocks: {self.path!r} is empty. Name the list of layers.")
         self.config = _config_around(model, self.path)
         """The config that the layers were built from; None if the model has none."""
+        inside = {id(part) for layer in self.layers for part in layer.module.modules()}
+        outside = [module for module in model.modules() if id(module) not in inside]
+        self._outside = [(module, own) for module in outside if (own := list(module.parameters(recurse=False)))]
+        """Modules outside of the layers, with their own parameters."""
         self._form: tuple[int, int] | None = None
         """How the model calls its layers: which tensor the first layer takes as its hidden state, and which of `_FORMS`
         the layers return."""
@@ -147,14 +153,13 @@ class LayerStack:
     @contextmanager
     def _ready(self) -> Iterator[None]:
         """Caches are off, and modules outside of the layers get their weights when they run."""
-        inside = {id(part) for layer in self.layers for part in layer.module.modules()}
         with ExitStack() as stack:
-            stack.callback(turn_caches_on, turn_caches_off(self.model))
+            for config in self._with_caches:
+                config.use_cache = False
+            stack.callback(turn_caches_on, self._with_caches)
             if (load := self._materialized) is not None:
-                for module in self.model.modules():
-                    own = list(module.parameters(recurse=False))
-                    if own and id(module) not in inside:
-                        stack.enter_context(_loaded_when_called(module, own, load))
+                for module, own in self._outside:
+                    stack.enter_context(_loaded_when_called(module, own, load))
             yield
 
 

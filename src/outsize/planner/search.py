@@ -109,6 +109,7 @@ def search(
         estimate=best.estimate,
         provenance=f"model: {trace.provenance}; machine: {spec.provenance}",
         search=words,
+        extrapolated_from=trace.extrapolated_from,
     )
 
 

@@ -1,10 +1,12 @@
-"""Extrapolates a trace to longer rows from traces of shorter ones. No torch.
+"""Makes the trace of long rows from traces of shorter ones. No torch.
 
-Bytes are sums over tensors whose sizes are fixed, in proportion to the tokens, or to their square (masks, attention
-scores without a flash kernel). So a change of memory follows a polynomial of degree two exactly. A peak is the largest
-of several such sums. While the same moment is the peak, it follows one of them; where another moment becomes the peak,
-it bends upwards. Bends between the measured lengths count as squares, which is too much, never too little; more lengths
-resolve them. Seconds are a · tokens + c · tokens².
+Seconds are a · tokens + c · tokens². Bytes are counted at the full length on shapes (profile/counted.py), which needs
+no memory. What the device needs beyond that (workspaces of kernels) is measured at the shorter lengths, and grows along
+a line.
+
+Without a count on shapes, all bytes grow along lines, and peaks at least in proportion to the tokens: a peak is the
+largest of several moments, and in longer rows another moment may be the largest. A model that then holds tensors of
+tokens × tokens is not extrapolated.
 """
 
 from collections.abc import Sequence
@@ -19,78 +21,53 @@ from outsize.profile.trace import ModelTrace
 _SECONDS = ("forward_seconds", "backward_seconds")
 _LAUNCH_SECONDS = (("forward_launch_seconds", "forward_syncs_host"), ("backward_launch_seconds", "backward_syncs_host"))
 _PEAKS = ("forward_peak_bytes", "backward_peak_bytes")
-_SIZES = ("sent_bytes", "released_bytes")
-_CHANGES = ("forward_delta_bytes", "backward_delta_bytes")
-HIDDEN_SHARE = 5
-"""A peak that does not grow with the square of the tokens, in a call that holds n bytes per token squared, counts as if
-another moment with so many times n became the peak beyond the measured lengths: the mask or the scores that the call
-holds, and copies of them in fp32."""
-_BEND_SHARE = 0.01
-"""A bend that changes a peak by a smaller share is left as it is."""
+_SUMS = ("forward_delta_bytes", "backward_delta_bytes", "sent_bytes", "released_bytes")
+_BYTES = (*_PEAKS, *_SUMS)
+_NOISE_SHARE, _NOISE_BYTES = 0.001, 2**16
+"""Deviations from a line that roundings of an allocator cause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthPoint:
+    """What was profiled with rows of one length."""
+
     tokens: int
     trace: ModelTrace
+    counted: ModelTrace | None = None
+    """Its bytes, counted on shapes."""
 
 
-def extrapolated(points: Sequence[LengthPoint], tokens: int) -> ModelTrace | None:
-    """The trace of rows of `tokens`, from at least two lengths. None if the traces differ in more than sizes."""
+def extrapolated(points: Sequence[LengthPoint], tokens: int, counted: ModelTrace | None) -> ModelTrace | None:
+    """The trace of rows of `tokens`. None if the traces do not allow it.
+
+    Args:
+        points: at least two lengths.
+        counted: the bytes of the whole rows, counted on shapes; the points then have theirs too. None: unknown.
+    """
     points = sorted(points, key=lambda point: point.tokens)
+    curve = _Curve(tuple(point.tokens for point in points), tokens, all(p.trace.counts_launches for p in points))
     traces = [point.trace for point in points]
-    if len(points) < 2 or len({point.tokens for point in points}) < len(points):
-        raise ValueError(f"extrapolation needs two lengths: {[point.tokens for point in points]}")
-    if any(structure_of(trace) != structure_of(traces[0]) for trace in traces):
+    on_shapes = [point.counted for point in points if point.counted is not None]
+    every = [*traces, *on_shapes, *([counted] if counted is not None else [])]
+    if any(structure_of(trace) != structure_of(traces[0]) for trace in every):
         return None
-    curve = _Curve(tuple(point.tokens for point in points), tokens, all(t.counts_launches for t in traces))
-    last = traces[-1]
-    shared = tuple(_shared(curve, same) for same in zip(*(trace.shared for trace in traces), strict=True))
-    held = _squares_held(curve, traces)
-    calls = tuple(
-        {s: _work(curve, [call.get(s) or call["keep"] for call in same], held[number]) for s in _names(same)}
-        for number, same in enumerate(zip(*(trace.calls for trace in traces), strict=True))
-    )
-    inputs = {
-        name: tuple(curve.size([trace.inputs[name][dim] for trace in traces]) for dim in range(len(shape)))
-        for name, shape in last.inputs.items()
-    }
+    if counted is None:
+        made = _along_lines(curve, traces)
+        how = "peaks grow at least in proportion"
+    else:
+        made = _beside_counted(curve, traces, on_shapes, counted)
+        how = "bytes of the whole rows are counted on shapes"
+    if made is None:
+        return None
     lengths = [str(point.tokens) for point in points]
-    words = f"extrapolated to rows of {tokens} tokens from {', '.join(lengths[:-1])} and {lengths[-1]}"
+    words = f"extrapolated to rows of {tokens} tokens from {', '.join(lengths[:-1])} and {lengths[-1]}; {how}"
     return replace(
-        last,
-        inputs=inputs,
-        calls=calls,
-        shared=shared,
-        held_bytes=curve.size([trace.held_bytes for trace in traces]),
-        provenance=f"{last.provenance}, {words}",
+        _timed(curve, traces, made),
+        inputs=_inputs(curve, traces) if counted is None else counted.inputs,
+        provenance=f"{traces[-1].provenance}, {words}",
         profile_keys=tuple(dict.fromkeys(key for trace in traces for key in trace.profile_keys)),
-        extrapolated_from=tuple(point.tokens for point in points),
+        extrapolated_from=curve.lengths,
     )
-
-
-def has_bends(points: Sequence[LengthPoint], tokens: int) -> bool:
-    """Whether a peak grows faster than in proportion between three lengths, so that a fourth would tell more."""
-    points = sorted(points, key=lambda point: point.tokens)
-    if len(points) != 3:
-        return False
-    curve = _Curve(tuple(point.tokens for point in points), tokens, False)
-    calls = zip(*(point.trace.calls for point in points), strict=True)
-    works = ([call[s] for call in same] for same in calls for s in _names(same) if all(s in call for call in same))
-    for same in works:
-        for name in _PEAKS:
-            values = [getattr(work, name) for work in same]
-            if curve.peak(values) > (1 + _BEND_SHARE) * curve.line(values):
-                return True
-    return False
-
-
-def _up(value: Fraction) -> int:
-    return -int(-value // 1)
-
-
-def _names(same: Sequence[dict[str, Work]]) -> list[str]:
-    return list(dict.fromkeys(name for call in same for name in call))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,38 +77,17 @@ class _Curve:
     tokens: int
     counts_launches: bool
 
-    def line(self, values: Sequence[int]) -> Fraction:
-        """On the line through the last two points."""
+    def line(self, values: Sequence[int]) -> int:
+        """On the line through the last two points, rounded up."""
         (x, y), (a, b) = self.lengths[-2:], values[-2:]
-        return b + Fraction(b - a, y - x) * (self.tokens - y)
+        return -int(-(b + Fraction(b - a, y - x) * (self.tokens - y)) // 1)
 
-    def square(self, values: Sequence[int]) -> Fraction:
-        """The coefficient of tokens². Zero if the values lie on a line, or bend downwards."""
-        return max(Fraction(0), self._signed_square(values))
+    def is_line(self, values: Sequence[int]) -> bool:
+        ends = replace(self, lengths=self.lengths[:2], tokens=self.lengths[-1])
+        return abs(ends.line(values[:2]) - values[-1]) <= _NOISE_SHARE * abs(values[-1]) + _NOISE_BYTES
 
-    def _signed_square(self, values: Sequence[int], end: int = 0) -> Fraction:
-        """Of the last three points, or of the three before the `end` last ones."""
-        lengths = self.lengths[: len(self.lengths) + end]
-        if len(lengths) < 3:
-            return Fraction(0)
-        (x, y, z), (a, b, c) = lengths[-3:], values[-3:]
-        return (Fraction(c - b, z - y) - Fraction(b - a, y - x)) / (z - x)
-
-    def peak(self, values: Sequence[int]) -> int:
-        return max(0, _up(self.line(values) + self.square(values) * self._beyond))
-
-    def sum(self, values: Sequence[int]) -> int:
-        """Of sizes of tensors, or of frees."""
-        square = self._signed_square(values)
-        is_exact = len(values) < 4 or square == self._signed_square(values[:-1], -1)
-        return _up(self.line(values) + (square if is_exact else max(Fraction(0), square)) * self._beyond)
-
-    def size(self, values: Sequence[int]) -> int:
-        return max(0, self.sum(values))
-
-    @property
-    def _beyond(self) -> int:
-        return (self.tokens - self.lengths[-1]) * (self.tokens - self.lengths[-2])
+    def in_proportion(self, values: Sequence[int]) -> int:
+        return -(-values[-1] * self.tokens // self.lengths[-1])
 
     def seconds(self, values: Sequence[float]) -> float:
         """a · tokens + c · tokens² with the least squares of relative errors, and neither a nor c below zero."""
@@ -156,52 +112,120 @@ class _Curve:
         return max(0.0, high + (high - low) / (y - x) * (self.tokens - y))
 
 
-def _work(curve: _Curve, works: Sequence[Work], held: Fraction) -> Work:
-    def values(name: str) -> list[Any]:
-        return [getattr(work, name) for work in works]
+def _timed(curve: _Curve, traces: Sequence[ModelTrace], made: ModelTrace) -> ModelTrace:
+    """A trace with the seconds of longer rows."""
 
-    fields: dict[str, Any] = {name: curve.seconds(values(name)) for name in _SECONDS}
-    fields |= {name: curve.size(values(name)) for name in _SIZES}
-    fields |= {name: curve.sum(values(name)) for name in _CHANGES}
-    fields |= {name: curve.peak(values(name)) + _hidden(curve, values(name), held) for name in _PEAKS}
-    for name, syncs in _LAUNCH_SECONDS:
-        fields[syncs] = any(values(syncs))
-        fields[name] = curve.launch_seconds(values(name), syncs_host=all(values(syncs)))
-    return replace(works[-1], **fields)
+    def work(now: Work, works: Sequence[Work]) -> Work:
+        def values(name: str) -> list[Any]:
+            return [getattr(one, name) for one in works]
 
+        fields: dict[str, Any] = {name: curve.seconds(values(name)) for name in _SECONDS}
+        for name, syncs in _LAUNCH_SECONDS:
+            fields[syncs] = any(values(syncs))
+            fields[name] = curve.launch_seconds(values(name), syncs_host=all(values(syncs)))
+        return replace(now, **fields)
 
-def _hidden(curve: _Curve, values: Sequence[int], held: Fraction) -> int:
-    """What a peak needs more if a moment with squares of tokens becomes the peak beyond the measured lengths."""
-    if curve.square(values) * 2 >= held:
-        return 0
-    squares = curve.tokens**2 - curve.lengths[-1] ** 2
-    return _up((HIDDEN_SHARE * held - curve.square(values)) * squares)
-
-
-def _squares_held(curve: _Curve, traces: Sequence[ModelTrace]) -> list[Fraction]:
-    """By call: bytes per tokens² of what it saves or holds."""
-    found = [Fraction(0)] * len(traces[0].calls)
-    for number, same in enumerate(zip(*(trace.calls for trace in traces), strict=True)):
-        for s in _names(same):
-            works = [call.get(s) or call["keep"] for call in same]
-            for name in ("forward_delta_bytes", "sent_bytes"):
-                found[number] = max(found[number], curve.square([getattr(work, name) for work in works]))
-    for tensors in zip(*(trace.shared for trace in traces), strict=True):
-        square = curve.square([tensor.num_bytes for tensor in tensors])
-        for call in {call for tensor in tensors for call, _ in (*tensor.held_by, *tensor.sent_by)}:
-            if 0 <= call < len(found):
-                found[call] = max(found[call], square)
-    return found
-
-
-def _shared(curve: _Curve, tensors: Sequence[SharedTensor]) -> SharedTensor:
-    """A tensor counts as freed where it is freed at all lengths."""
-    last = tensors[-1]
-    freed = [tensor.freed_in for tensor in tensors]
-    early = [tensor.freed_early_in for tensor in tensors]
-    return replace(
-        last,
-        num_bytes=curve.size([tensor.num_bytes for tensor in tensors]),
-        freed_in=-1 if min(freed) < 0 else max(freed),
-        freed_early_in=tuple(x for x in last.freed_early_in if all(x in one for one in early)),
+    calls = tuple(
+        {s: work(now, _of(traces, number, s)) for s, now in works.items()} for number, works in enumerate(made.calls)
     )
+    return replace(made, calls=calls, counts_launches=curve.counts_launches)
+
+
+def _of(traces: Sequence[ModelTrace], number: int, strategy: str) -> list[Work]:
+    """A call's Work under a strategy in each trace. A region without a Work after a strategy has that of `keep`."""
+    return [trace.calls[number].get(strategy) or trace.calls[number]["keep"] for trace in traces]
+
+
+def _names(traces: Sequence[ModelTrace], number: int) -> list[str]:
+    return list(dict.fromkeys(name for trace in traces for name in trace.calls[number]))
+
+
+def _beside_counted(
+    curve: _Curve, traces: Sequence[ModelTrace], on_shapes: Sequence[ModelTrace], counted: ModelTrace
+) -> ModelTrace:
+    """Counted bytes, and what the device needs beyond the count."""
+
+    def beyond(measured: Sequence[int], count: Sequence[int]) -> int:
+        return curve.line([one - other for one, other in zip(measured, count, strict=True)])
+
+    def work(number: int, strategy: str) -> Work:
+        measured, count = (_of(found, number, strategy) for found in (traces, on_shapes))
+        whole = _of([counted], number, strategy)[0]
+        fields: dict[str, Any] = {
+            name: getattr(whole, name) + beyond([getattr(w, name) for w in measured], [getattr(w, name) for w in count])
+            for name in _BYTES
+        }
+        return replace(measured[-1], **fields)
+
+    calls = tuple(
+        {s: work(number, s) for s in _names((*traces, *on_shapes, counted), number)}
+        for number in range(len(counted.calls))
+    )
+    shared = tuple(
+        _shared(whole, measured, count, whole.num_bytes + beyond(*_num_bytes(measured, count)))
+        for whole, measured, count in zip(counted.shared, _same(traces), _same(on_shapes), strict=True)
+    )
+    held = counted.held_bytes + beyond([t.held_bytes for t in traces], [t.held_bytes for t in on_shapes])
+    return replace(traces[-1], calls=calls, shared=shared, held_bytes=held)
+
+
+def _same(traces: Sequence[ModelTrace]) -> list[tuple[SharedTensor, ...]]:
+    """By shared tensor: its record in each trace."""
+    return list(zip(*(trace.shared for trace in traces), strict=True))
+
+
+def _num_bytes(*groups: Sequence[SharedTensor]) -> list[list[int]]:
+    return [[tensor.num_bytes for tensor in group] for group in groups]
+
+
+def _shared(
+    whole: SharedTensor, measured: Sequence[SharedTensor], count: Sequence[SharedTensor], num_bytes: int
+) -> SharedTensor:
+    """When a tensor is freed depends on which moment is the peak. If the count and the device disagree on it at some
+    length, it counts as freed at the latest moment of all."""
+    made = replace(whole, num_bytes=num_bytes)
+    if all(
+        (a.freed_in, a.freed_early_in) == (b.freed_in, b.freed_early_in) for a, b in zip(measured, count, strict=True)
+    ):
+        return made
+    return _freed_latest(made, [whole, *measured])
+
+
+def _freed_latest(made: SharedTensor, tensors: Sequence[SharedTensor]) -> SharedTensor:
+    freed = [tensor.freed_in for tensor in tensors]
+    early = tuple(x for x in made.freed_early_in if all(x in tensor.freed_early_in for tensor in tensors))
+    return replace(made, freed_in=-1 if min(freed) < 0 else max(freed), freed_early_in=early)
+
+
+def _along_lines(curve: _Curve, traces: Sequence[ModelTrace]) -> ModelTrace | None:
+    """Bytes without a count on shapes. None if they do not grow along lines."""
+    shared = _same(traces)
+    sums = [[getattr(w, name) for w in works] for works in _all_works(traces) for name in _SUMS]
+    if not all(curve.is_line(values) for values in (*sums, *_num_bytes(*shared))):
+        return None
+
+    def work(works: Sequence[Work]) -> Work:
+        values = {name: [getattr(one, name) for one in works] for name in _BYTES}
+        fields: dict[str, Any] = {name: curve.line(values[name]) for name in _BYTES}
+        fields |= {name: max(fields[name], curve.in_proportion(values[name])) for name in _PEAKS}
+        return replace(works[-1], **fields)
+
+    calls = tuple(
+        {s: work(_of(traces, number, s)) for s in _names(traces, number)} for number in range(len(traces[0].calls))
+    )
+    grown = tuple(
+        _freed_latest(replace(same[-1], num_bytes=curve.line(sizes)), same)
+        for same, sizes in zip(shared, _num_bytes(*shared), strict=True)
+    )
+    return replace(traces[-1], calls=calls, shared=grown, held_bytes=curve.line([t.held_bytes for t in traces]))
+
+
+def _all_works(traces: Sequence[ModelTrace]) -> list[list[Work]]:
+    return [_of(traces, number, s) for number in range(len(traces[0].calls)) for s in _names(traces, number)]
+
+
+def _inputs(curve: _Curve, traces: Sequence[ModelTrace]) -> dict[str, tuple[int, ...]]:
+    return {
+        name: tuple(curve.line([trace.inputs[name][dim] for trace in traces]) for dim in range(len(shape)))
+        for name, shape in traces[-1].inputs.items()
+    }

@@ -9,7 +9,7 @@ the square of the length, and with the length."""
 _FIRST_TOKENS = 2**14
 """The first length, for very long rows. Below a few thousand tokens, gradients of weights are larger than activations,
 and the peak of a block is at another operator than in long rows."""
-_COUNT = 3
+NUM_LENGTHS = 3
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")
 _CHANGING_ROPES = ("dynamic", "longrope")
 
@@ -41,8 +41,8 @@ def lengths_to_profile(tokens: int, changes: Sequence[int]) -> tuple[int, ...]:
     least = max((length for length in changes if length < tokens), default=0) + 1
     unit = _unit(tokens)
     first = _rounded(max(least, min(tokens // 8, _FIRST_TOKENS)), unit)
-    ratio = min(2.0, (tokens / first) ** (1 / _COUNT))
-    return _distinct([_rounded(first * ratio**i, unit) for i in range(_COUNT)], tokens, unit)
+    ratio = min(2.0, (tokens / first) ** (1 / NUM_LENGTHS))
+    return _distinct([_rounded(first * ratio**i, unit) for i in range(NUM_LENGTHS)], tokens, unit)
 
 
 def lengths_between(low: int, high: int, count: int) -> tuple[int, ...]:

@@ -1,5 +1,9 @@
 """How to load the result of a run, and the model card of an adapter."""
 
+from typing import Any
+
+from transformers import ProcessorMixin
+
 from outsize.config.run import RunConfig
 from outsize.model.build import absolute_if_local
 
@@ -9,30 +13,35 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def how_to_load(result: str, config: RunConfig, model_class: str) -> list[str]:
-    """Lines of Python. `model_class`: the name of the model's class, without an adapter."""
+def how_to_load(result: str, config: RunConfig, model_class: str, processor: Any = None) -> list[str]:
+    """Lines of Python. `model_class`: the name of the model's class, without an adapter. `processor`: what made the
+    rows, a tokenizer or a processor.
+    """
     name = "AutoModelForCausalLM" if model_class.endswith("ForCausalLM") else model_class
     code = ", trust_remote_code=True" if model_class.startswith("Pruned") else ""  # the folder's modeling_pruned.py
     load = lambda source: f'{name}.from_pretrained("{source}", dtype="auto"{code})'
-    tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{result}")'
+    auto, variable = (
+        ("AutoProcessor", "processor") if isinstance(processor, ProcessorMixin) else ("AutoTokenizer", "tokenizer")
+    )
+    tokenizer = f'{variable} = {auto}.from_pretrained("{result}")'
     if config.adapter != "lora":
-        return [f"from transformers import {name}, AutoTokenizer", f"model = {load(result)}", tokenizer]
+        return [f"from transformers import {name}, {auto}", f"model = {load(result)}", tokenizer]
     return [
-        f"from peft import PeftModel; from transformers import {name}, AutoTokenizer",
+        f"from peft import PeftModel; from transformers import {name}, {auto}",
         f"base = {load(absolute_if_local(config.base_model))}",
         f'model = PeftModel.from_pretrained(base, "{result}")',
         tokenizer,
     ]
 
 
-def adapter_card(config: RunConfig, settings: dict[str, object], model_class: str) -> str:
+def adapter_card(config: RunConfig, settings: dict[str, object], model_class: str, processor: Any = None) -> str:
     """README.md of a LoRA adapter, in place of PEFT's empty form. `settings`: PEFT's, beside those of the run."""
     base = absolute_if_local(config.base_model)
     head = ["---", *([] if base.startswith("/") else [f"base_model: {base}"]), "library_name: peft", "---"]
     values = {**settings, **{name: getattr(config, name) for name in _SETTINGS}}
     rows = [f"| `{name}` | {value} |" for name, value in values.items() if value is not None]
     data = ", ".join(f"`{dataset.path}`" for dataset in config.datasets)
-    code = ["```python", *how_to_load("path/to/this/folder", config, model_class), "```"]
+    code = ["```python", *how_to_load("path/to/this/folder", config, model_class, processor), "```"]
     return "\n".join(
         [*head, "", "# LoRA adapter", "", f"Of `{base}`, trained on {data} with outsize.", "", "| setting | value |",
          "|---|---|", *rows, "", *code, ""]

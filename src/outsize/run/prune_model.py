@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from outsize.base.errors import ConfigError
 from outsize.base.units import show_bytes
 from outsize.hardware.host import free_host_bytes
 from outsize.methods.bypass.costs import Use
@@ -43,6 +44,7 @@ def make_models(setup: PruneSetup, console: Console) -> list[PrunedModel]:
     """A model for each target. What an earlier run has scored or written is not made again."""
     folder, prune = Path(setup.config.output_dir), setup.prune
     say: Say = lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)
+    setup = _with_library_only(setup, Library(folder), say)
     variants = Variants(setup, Library(folder), StoredImportance(setup, folder))
     scoring = Scoring(variants, prune.score_tokens, free_host_bytes() // 2)
     if not scoring.is_held_out:
@@ -72,6 +74,24 @@ def make_models(setup: PruneSetup, console: Console) -> list[PrunedModel]:
             models[number] = replace(model, final=scoring.of_folder(result))
     console.print(_table(models))
     return models
+
+
+def _with_library_only(setup: PruneSetup, library: Library, say: Say) -> PruneSetup:
+    """The setup with the variants that the library has."""
+    if not setup.prune.target:
+        raise ConfigError("prune.target: missing. Name a limit, for example {params: 0.7}.")
+    found = {
+        layer: tuple(variant for variant in variants if library.entry(layer, variant.name) is not None)
+        for layer, variants in setup.variants.items()
+    }
+    total, held = (sum(map(len, each.values())) for each in (setup.variants, found))
+    if not held:
+        raise ConfigError(
+            f"prune: {library.folder} has no library yet. Leave --only out, which trains the variants first."
+        )
+    if held < total:
+        say(f"library  has {held} of {total} variants; the others are left out")
+    return replace(setup, variants={layer: variants for layer, variants in found.items() if variants})
 
 
 def _choices(

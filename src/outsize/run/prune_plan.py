@@ -24,7 +24,9 @@ class VariantCost:
     saved_bytes: int
     """What a state on disk takes."""
     active_bytes: int
-    """Peak of a batch on the device: calls, teacher's forward, forward and backward of this variant."""
+    """Peak of a batch on the device: calls, teacher's forward, forward and backward of this variant; and the teacher's
+    output of the batch before, on its way to the host.
+    """
     seconds: float
     """Of a batch."""
     step_seconds: float
@@ -102,7 +104,7 @@ def plan(
         num_layers: that the teacher runs.
     """
     fixed = fixed_bytes + BatchCache.device_bytes([*train, *validation])
-    groups, peak = _grouped(costs, budget.gpu, fixed)
+    groups, peak = _grouped(costs, budget.gpu, fixed, max(spec.num_bytes for spec in train), num_layers)
     host = fixed_host_bytes + max((_host_bytes(cost, keeps_best=keeps_best) for cost in costs), default=0)
     rounds, in_file = _rounds(train, validation, calibration, accumulate, budget, host)
     most = [*train[rounds[0].start : rounds[0].stop], *validation]
@@ -126,10 +128,20 @@ def plan(
 
 
 def _grouped(
-    costs: Sequence[LayerCost], gpu: GpuBudget, fixed: int
+    costs: Sequence[LayerCost], gpu: GpuBudget, fixed: int, hidden: int, num_layers: int
 ) -> tuple[tuple[tuple[tuple[str, ...], ...], ...], int]:
-    """Groups of each kind of layer, filled in the order of the variants, and the highest peak."""
-    needed = max((_least(cost, fixed) for cost in costs), default=fixed)
+    """Groups of each kind of layer, filled in the order of the variants, and the highest peak. `hidden`: bytes of a
+    batch's hidden states.
+    """
+
+    def peak_of(cost: LayerCost, group: Sequence[VariantCost]) -> int:
+        # Only the last group of a layer passes hidden states on, and the last layer does not.
+        passes_on = group[-1] is cost.variants[-1] and any(layer < num_layers - 1 for layer in cost.layers)
+        active = max([cost.teacher_bytes, *(v.active_bytes for v in group)]) - (0 if passes_on else hidden)
+        states = sum(variant.state_bytes for variant in group)
+        return fixed + cost.weight_bytes + max(states + active, cost.importance_bytes)
+
+    needed = max([fixed, *(peak_of(cost, [variant]) for cost in costs for variant in cost.variants)])
     if needed > gpu.usable_bytes:
         total = gpu.total_for(needed)
         raise PlanInfeasible(
@@ -143,26 +155,12 @@ def _grouped(
     for cost in costs:
         groups: list[list[VariantCost]] = []
         for variant in cost.variants:
-            if not groups or _peak(cost, [*groups[-1], variant], fixed) > gpu.usable_bytes:
+            if not groups or peak_of(cost, [*groups[-1], variant]) > gpu.usable_bytes:
                 groups.append([])
             groups[-1].append(variant)
-        peak = max(peak, *(_peak(cost, group, fixed) for group in groups or [[]]))
+        peak = max([peak, *(peak_of(cost, group) for group in groups)])
         every.append(tuple(tuple(variant.name for variant in group) for group in groups))
     return tuple(every), peak
-
-
-def _peak(cost: LayerCost, group: Sequence[VariantCost], fixed: int) -> int:
-    active = max((variant.active_bytes for variant in group), default=0)
-    return (
-        fixed
-        + cost.weight_bytes
-        + sum(v.state_bytes for v in group)
-        + max(active, cost.teacher_bytes, cost.importance_bytes)
-    )
-
-
-def _least(cost: LayerCost, fixed: int) -> int:
-    return max((_peak(cost, [variant], fixed) for variant in cost.variants), default=_peak(cost, [], fixed))
 
 
 def _host_bytes(cost: LayerCost, *, keeps_best: bool) -> int:

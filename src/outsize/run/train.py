@@ -19,6 +19,7 @@ from outsize.run.progress import ProgressCallback
 from outsize.run.prompt_format import prompt_format
 from outsize.run.resume_fingerprint import write_fingerprint
 from outsize.run.row_lengths import rows_text
+from outsize.run.trainer import ForRuns
 from outsize.runtime.engine import PlannedModel
 from outsize.schedule.render import render
 
@@ -99,7 +100,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
         progress.stop()
         engine.close()
     base = trainer.model.get_base_model() if config.adapter == "lora" else trainer.model
-    _print_result(outcome, config, console, type(base).__name__, trainer.prompts)
+    _print_result(outcome, config, console, type(base).__name__, trainer)
     if not progress.seconds:
         idle = f" {', '.join(trainer.changed)} had no effect." if trainer.changed else ""
         console.print(
@@ -164,10 +165,8 @@ def _show_replaced_optimizer(planned: PlannedModel, console: Console, config: Ru
     )
 
 
-def _print_result(
-    outcome: Outcome, config: RunConfig, console: Console, model_class: str, prompts: tuple[str | None, ...]
-) -> None:
-    """`model_class`: the name of the model's class, without an adapter. `prompts`: how the data write them."""
+def _print_result(outcome: Outcome, config: RunConfig, console: Console, model_class: str, trainer: ForRuns) -> None:
+    """`model_class`: the name of the model's class, without an adapter."""
     say = lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)
     if outcome.losses:
         first, last = outcome.losses[0], outcome.losses[-1]
@@ -184,10 +183,12 @@ def _print_result(
         say(f"saved   {outcome.checkpoint}")
     if outcome.result is not None:
         say(f"result  {outcome.result}")
-        for number, line in enumerate(how_to_load(str(outcome.result.resolve()), config, model_class)):
+        for number, line in enumerate(
+            how_to_load(str(outcome.result.resolve()), config, model_class, trainer.processing_class)
+        ):
             say(f"{'        ' if number else 'load    '}{line}")
         say(f"chat    outsize chat {shlex.quote(str(outcome.result))}")
-        if note := prompt_format(prompts)[1]:
+        if note := prompt_format(trainer.prompts)[1]:
             say(f"        {note}")
         if config.adapter == "lora":
             say(f"merge   outsize export {shlex.quote(str(outcome.result))} merged --merge")

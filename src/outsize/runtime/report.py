@@ -6,6 +6,7 @@ from outsize.base.units import show_bytes, show_seconds
 from outsize.calibration.steps import StepTiming
 from outsize.hardware.lanes import LANES, lane_words
 from outsize.runtime.plan_runtime import PlanRuntime
+from outsize.schedule.render import extrapolation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,8 @@ class StepReport:
     busy_seconds: dict[str, float]
     """By lane: mean per step, over the same steps. Without `compute` if nothing leaves the GPU."""
     planned_busy_seconds: dict[str, float]
+    extrapolated: str = ""
+    """Where the planned figures are extrapolated from, as text. Empty if they are not."""
     on_cpu: bool = False
     """Device memory is the memory of the process, and not only the plan's."""
     slow_kernels: tuple[str, ...] = ()
@@ -40,6 +43,7 @@ class StepReport:
             planned_step_seconds=plan.estimate.step_seconds,
             busy_seconds=dict(timing.busy_seconds) if timing else {},
             planned_busy_seconds=dict(plan.estimate.busy_seconds),
+            extrapolated=extrapolation(plan) if plan.extrapolated_from else "",
             on_cpu=not device.has_own_memory,
             slow_kernels=runtime.updates.slow_kernels(),
         )
@@ -58,6 +62,8 @@ class StepReport:
             if self.planned_busy_seconds.get(lane):
                 words = lane_words(lane).replace("GPU", "CPU") if self.on_cpu else lane_words(lane)
                 lines.append(_compared(f"  {words}", self.busy_seconds.get(lane), self.planned_busy_seconds[lane]))
+        if self.extrapolated:
+            lines.append(f"the planned figures are {self.extrapolated}")
         return "\n".join([*lines, *self.slow_kernels])
 
 

@@ -122,6 +122,8 @@ class Plan:
     """How the loss is computed, as text: in chunks of tokens, or from full logits and why. Empty if unknown; the loss
     is then computed from full logits.
     """
+    attention: str = ""
+    """The attention kernels in use, as text. Empty if unknown."""
     process_overhead: ProcessOverhead = ProcessOverhead()
     """Process overhead beside the estimate, as measured by the profiling run."""
     tile_tokens: int = 0
@@ -129,3 +131,5 @@ class Plan:
     tiled: tuple[str, ...] = ()
     profile_keys: tuple[str, ...] = ()
     """Cache keys of the profiles that the plan uses. A run that contradicts the plan deletes these profiles."""
+    extrapolated_from: tuple[int, ...] = ()
+    """Lengths of the rows that were profiled in place of the plan's longer ones. Empty if these were."""

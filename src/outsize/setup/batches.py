@@ -203,6 +203,40 @@ def take_rows(batch: Any, rows: int) -> dict[str, Any] | None:
     return cut if _is_full(batch.get("attention_mask")) else _masked(cut)
 
 
+def num_tokens(batch: Any) -> int | None:
+    """Tokens of a row of token ids."""
+    ids = batch.get("input_ids") if isinstance(batch, dict) else None
+    return ids.shape[1] if isinstance(ids, Tensor) and ids.dim() == 2 else None
+
+
+def take_tokens(batch: Any, tokens: int) -> dict[str, Any] | None:
+    """The first tokens of every row; None if the batch is not rows of token ids. A mask that masks something still
+    does, and positions that restart within rows still do.
+    """
+    old = num_tokens(batch)
+    if old is None or _has_images(batch):
+        return None
+    cut: dict[str, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.dim() > 1:
+            for dim in range(1, value.dim()):
+                value = value.narrow(dim, 0, tokens) if value.shape[dim] == old else value
+            value = value.clone()
+            if looks_irregular(name, batch[name]) and not looks_irregular(name, value):
+                value = _irregular(name, value)
+        cut[name] = value
+    return cut
+
+
+def _irregular(name: str, value: Tensor) -> Tensor:
+    if is_mask(name):
+        value.view(-1)[-1] = 0 if value.view(-1)[-1] else 1
+        return value
+    half = value.shape[-1] // 2
+    value[..., half:] = value[..., : value.shape[-1] - half].clone()
+    return value
+
+
 def _lead(batch: Any) -> Tensor | None:
     """The tensor whose first two dimensions are rows and tokens: `input_ids` if there are any."""
     found = {name: value for name, value in named_tensors(batch) if value.dim() >= 2}

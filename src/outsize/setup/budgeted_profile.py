@@ -1,10 +1,12 @@
-"""Profiles a batch within the memory of its plan, with fewer rows if the batch does not fit.
+"""Profiles a batch within the memory of its plan: with shorter rows if its rows are long, with fewer or shorter rows if
+it does not fit.
 
 Profiling keeps activations that a plan would offload or recompute, so it may need more memory than the plan.
 """
 
 import gc
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from outsize.base.errors import DeviceOutOfMemory
@@ -12,31 +14,71 @@ from outsize.base.log import log
 from outsize.base.units import show_bytes
 from outsize.device.device import Device
 from outsize.model.graph import BlockGraph
+from outsize.profile.extrapolate import LengthPoint, extrapolated
+from outsize.profile.lengths import LONG_TOKENS, NUM_LENGTHS, lengths_between, lengths_to_profile
 from outsize.profile.scale import Point, scaled
 from outsize.profile.trace import ModelTrace
-from outsize.setup.batches import num_rows, take_rows
+from outsize.setup.batches import num_rows, num_tokens, take_rows, take_tokens
 
 Found = tuple[BlockGraph, ModelTrace]
+_MOST_SECONDS = 40.0
+"""A third length is left out if profiling all would take longer."""
+_MOST_TRIALS = 6
 
 
-def profile_within_budget(trace: Callable[[Any], Found], batch: Any, *, device: Device, budget_bytes: int) -> Found:
-    """Trace a batch; if memory runs out, extrapolate linearly from two traces of fewer rows.
+def profile_within_budget(
+    trace: Callable[[Any], Found],
+    count: Callable[[Any], ModelTrace | None],
+    batch: Any,
+    *,
+    device: Device,
+    budget_bytes: int,
+    changes: Sequence[int] = (),
+    needs_count: bool = False,
+) -> Found:
+    """Trace a batch. Rows that are long or do not fit are traced at shorter lengths; if memory runs out and rows are
+    not the reason, the trace is extrapolated linearly from two traces of fewer rows.
 
-    If two are not possible (one or two rows, or a batch that is not rows alone), profiling may use the whole device.
-    Raises DeviceOutOfMemory if that is not enough. The caller resets the device's limit.
+    If neither is possible (a batch that is not rows of tokens), profiling may use the whole device. Raises
+    DeviceOutOfMemory if nothing fits. The caller resets the device's limit.
+
+    Args:
+        count: counts bytes on shapes; None if that is impossible.
+        changes: lengths of rows above which other code runs (profile/lengths.py).
+        needs_count: shorter rows do not stand for longer ones without a count on shapes.
     """
+    shorter = _ShorterRows(trace, count, batch, changes, needs_count=needs_count)
+    is_long = (num_tokens(batch) or 0) > LONG_TOKENS
     device.limit(budget_bytes)
-    found, ran_out = _of_fewer_rows(trace, batch)
+    found, ran_out = None, ""
+    if is_long:
+        found = shorter.profile()
+    if found is None:
+        found, ran_out = _of_fewer_rows(trace, batch)
     if found is None and budget_bytes < device.spec.gpu_bytes:
         log.info(
             "the profiling run does not fit %s: it may use more of the device, the plan may not",
             show_bytes(budget_bytes),
         )
         device.limit(device.spec.gpu_bytes)
-        found = trace(batch)
+        found, why = _if_it_fits(trace, batch)
+        ran_out = why or ran_out
+    if found is None and not is_long:
+        device.limit(budget_bytes)
+        found = shorter.profile()
     if found is None:
         raise DeviceOutOfMemory(ran_out)
     return found
+
+
+def _if_it_fits(trace: Callable[[Any], Found], batch: Any) -> tuple[Found | None, str]:
+    """A trace, or why memory ran out."""
+    try:
+        return trace(batch), ""
+    except DeviceOutOfMemory as error:
+        ran_out = str(error)
+    gc.collect()  # frees the failed run's activations, which the exception's frames held
+    return None, ran_out
 
 
 def _of_fewer_rows(trace: Callable[[Any], Found], batch: Any) -> tuple[Found | None, str]:
@@ -46,14 +88,12 @@ def _of_fewer_rows(trace: Callable[[Any], Found], batch: Any) -> tuple[Found | N
     part = batch
     taken: list[tuple[BlockGraph, Point]] = []
     while part is not None and len(taken) < 2:
-        try:
-            graph, found = trace(part)
-            if size == rows:
-                return (graph, found), ""
-            taken.append((graph, Point(rows=size, trace=found)))
-        except DeviceOutOfMemory as error:
-            ran_out = ran_out or str(error)
-        gc.collect()  # frees the failed run's activations, which the exception's frames held
+        found, why = _if_it_fits(trace, part)
+        ran_out = ran_out or why
+        if found is not None and size == rows:
+            return found, ""
+        if found is not None:
+            taken.append((found[0], Point(rows=size, trace=found[1])))
         size //= 2
         part = take_rows(batch, size) if size else None
     if len(taken) < 2:
@@ -69,3 +109,68 @@ def _of_fewer_rows(trace: Callable[[Any], Found], batch: Any) -> tuple[Found | N
         smaller.rows,
     )
     return (graph, made), ""
+
+
+class _ShorterRows:
+    """Traces a batch at shorter lengths of rows, and extrapolates."""
+
+    def __init__(
+        self,
+        trace: Callable[[Any], Found],
+        count: Callable[[Any], ModelTrace | None],
+        batch: Any,
+        changes: Sequence[int],
+        *,
+        needs_count: bool,
+    ):
+        self._trace, self._count, self._batch = trace, count, batch
+        self._changes, self._needs_count = changes, needs_count
+        self._tokens = num_tokens(batch) or 0
+
+    def profile(self) -> Found | None:
+        """None if the batch cannot be cut, or its lengths do not stand for one another."""
+        started = time.perf_counter()
+        graph: BlockGraph | None = None
+        points: list[LengthPoint] = []
+        seconds: list[float] = []
+        wanted = list(lengths_to_profile(self._tokens, self._changes))
+        if len(wanted) < 2:
+            return None
+        for _ in range(_MOST_TRIALS):
+            if not wanted:
+                break
+            length = wanted.pop(0)
+            if len(points) == 2 and time.perf_counter() - started + 4 * seconds[-1] > _MOST_SECONDS:
+                break
+            part = take_tokens(self._batch, length)
+            if part is None:
+                return None
+            begun = time.perf_counter()
+            found, _ = _if_it_fits(self._trace, part)
+            if found is not None:
+                graph = found[0]
+                points.append(LengthPoint(tokens=length, trace=found[1]))
+                seconds.append(time.perf_counter() - begun)
+            elif points:
+                wanted = list(lengths_between(points[-1].tokens, length, NUM_LENGTHS - len(points)))
+            else:
+                wanted = list(lengths_to_profile(length, self._changes))
+        if graph is None or len(points) < 2 or (made := self._extrapolated(points)) is None:
+            return None
+        return graph, made
+
+    def _extrapolated(self, points: list[LengthPoint]) -> ModelTrace | None:
+        counted = self._count(self._batch)
+        if counted is None and self._needs_count:
+            return None
+        if counted is not None:
+            points = [self._with_count(point) for point in points]
+            counted = counted if all(point.counted is not None for point in points) else None
+        made = extrapolated(points, self._tokens, counted)
+        if made is None and counted is not None and not self._needs_count:
+            made = extrapolated([LengthPoint(tokens=p.tokens, trace=p.trace) for p in points], self._tokens, None)
+        return made
+
+    def _with_count(self, point: LengthPoint) -> LengthPoint:
+        counted = self._count(take_tokens(self._batch, point.tokens))
+        return LengthPoint(tokens=point.tokens, trace=point.trace, counted=counted)

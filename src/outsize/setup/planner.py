@@ -40,6 +40,8 @@ from outsize.model.weights import FileWeights, Weights, convert, is_unmaterializ
 from outsize.planner.search import search
 from outsize.profile.cache import traced
 from outsize.profile.calling import Loss
+from outsize.profile.counted import counted_trace
+from outsize.profile.lengths import lengths_of_change
 from outsize.profile.trace import ModelTrace
 from outsize.runtime.engine import PlannedModel
 from outsize.runtime.process_hooks import attached_engines
@@ -178,7 +180,9 @@ class Planner:
     def _trace(
         self, batch: Any, layers: tuple[Layer, ...], loss: Loss | None, before: ChosenLoss | None
     ) -> tuple[tuple[BlockGraph, ModelTrace], ChosenLoss]:
-        def trace(model_loss: str) -> tuple[BlockGraph, ModelTrace]:
+        def trace(chosen: ChosenLoss) -> tuple[BlockGraph, ModelTrace]:
+            model_loss = chosen.text if chosen.in_chunks else ""
+            config = getattr(self.model, "config", None)
             return profile_within_budget(
                 lambda part: traced(
                     self.model,
@@ -190,9 +194,16 @@ class Planner:
                     model_loss=model_loss,
                     tile_tokens=self.request.tile_tokens,
                 ),
+                lambda part: counted_trace(
+                    self.model, part, layers, self.device, loss, tile_tokens=self.request.tile_tokens
+                ),
                 batch,
                 device=self.device,
                 budget_bytes=self.gpu_bytes,
+                changes=lengths_of_change(
+                    config, rows=num_rows(batch) or 1, loss_chunk=chosen.chunk, tile_tokens=self.request.tile_tokens
+                ),
+                needs_count=loss is not None,
             )
 
         is_custom = self.request.loss is not None
@@ -242,6 +253,7 @@ class Planner:
             made,
             loss=chosen.text,
             loss_chunk=chosen.chunk,
+            attention=trace.attention,
             process_overhead=trace.process_overhead,
             profile_keys=trace.profile_keys,
         )

@@ -322,6 +322,9 @@ class TransferQueue:
                 if number in self._in_flight:
                     self._in_flight[number] = []  # the copy is not read, so later writes do not matter
                     self._free(number)
+                if number in self._returned and number != self._in_use:
+                    # It was prefetched in vain, and this thread's stream may be another than that of its memory.
+                    self._device.synchronize()
                 self._detach(number)
             except TransferError as error:
                 self._failure = self._failure or error

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from outsize.activation.attention import is_attention
 from outsize.activation.strategies import RUN
+from outsize.activation.user_checkpointing import is_in_backward
 from outsize.base.errors import EngineMisuse, ModelUnsupported, TransferError
 from outsize.device.cpu import CpuDevice
 from outsize.device.sim import SimDevice
@@ -109,7 +110,7 @@ def test_late_copies_and_poisoned_memory_change_nothing_d39() -> None:
     with offloading(model, ThreadedCpu(seconds=0.004), keep_last=1) as (_, queue):
 
         def poison(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if not torch._C._current_graph_task_id() >= 0:
+            if not is_in_backward():
                 given.append(args[0].detach())
                 for number, tensor in zip(list(queue._sets), given, strict=False):
                     if number not in queue._in_flight:

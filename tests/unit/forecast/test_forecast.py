@@ -21,12 +21,12 @@ from outsize.base.units import exact_bytes, show_enough
 from outsize.device.sim import AbsentDevice
 from outsize.forecast.example import Images, batch_for, example_batch
 from outsize.forecast.fake_trace import fake_trace
-from outsize.forecast.fake_weights import FakeWeights
 from outsize.forecast.forecast import plan
 from outsize.hardware.catalog import lookup
 from outsize.hardware.machine import Machine, write_machine
 from outsize.model.adapter import add_adapter, lora
 from outsize.model.discover import find_layers
+from outsize.profile.fake_weights import FakeWeights
 from outsize.profile.tracer import Tracer
 
 ROWS, TOKENS = 2, 24
@@ -454,7 +454,7 @@ def test_a_model_that_breaks_off_is_refused_in_its_own_words() -> None:
 def test_a_large_mask_is_a_shape_and_the_plan_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks of 32k × 32k tokens were computed, for minutes."""
     computed = plan(config_of("gemma2"), sequence_len=TOKENS, hardware="2MiB").plan
-    monkeypatch.setattr("outsize.forecast.fake_weights.LARGE", TOKENS * TOKENS)
+    monkeypatch.setattr("outsize.profile.fake_weights.LARGE", TOKENS * TOKENS)
     assert plan(config_of("gemma2"), sequence_len=TOKENS, hardware="2MiB").plan == computed
 
 
@@ -467,16 +467,17 @@ def test_too_little_memory_is_an_answer_that_holds(one_trace: None) -> None:
 
 
 @pytest.mark.parametrize("rest", [0, 20])
-def test_a_chunked_loss_costs_the_same_whether_all_its_chunks_run_or_two(
+def test_loops_over_tokens_cost_the_same_whether_all_iterations_run_or_three(
     rest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row of a million tokens took a minute to trace: a thousand chunks of the loss, one by one."""
     config = config_of("llama")
     monkeypatch.setattr("outsize.loss.chunked_loss.chunk_tokens", lambda vocab: 64)
-    how = dict[str, Any](rows=1, tokens=6 * 64 + rest, dtype=torch.bfloat16)
+    how = dict[str, Any](rows=1, tokens=6 * 64 + rest, dtype=torch.bfloat16, tile_tokens=64)
     graph, quick, loss = fake_trace(copy.deepcopy(config), lookup("rtx4090"), **how)
-    assert loss.chunk == 64
-    monkeypatch.setattr("outsize.loss.cross_entropy.iterations", lambda count, is_fake: range(count))
+    assert loss.chunk == 64 and quick.tiled
+    for module in ("loss.cross_entropy", "activation.tiles"):
+        monkeypatch.setattr(f"outsize.{module}.iterations", lambda count, is_fake: range(count))
     same, whole, _ = fake_trace(copy.deepcopy(config), lookup("rtx4090"), **how)
     assert graph == same and quick.shared == whole.shared and quick.held_bytes == whole.held_bytes
     for one, other in zip(quick.calls, whole.calls, strict=True):

@@ -295,7 +295,7 @@ def test_outputs_that_are_held_hold_no_activations() -> None:
 
 def reason(model: nn.Module, given: dict[str, Any], **how: Any) -> str:
     """What the plan says."""
-    found, words = trace_with_loss(model.train(), given, lambda words: model(**given).loss, wanted=None, **how)
+    found, words = trace_with_loss(model.train(), given, lambda _: model(**given).loss, wanted=None, **how)
     assert found.requires_grad
     assert "forward" not in vars(model)
     return words.text
@@ -332,7 +332,7 @@ def test_models_that_do_otherwise_keep_their_way_and_the_plan_says_why(
     model = make().train()
     assert reason(model, zoo.batch(kind)).startswith(f"full logits: {why}")
     with pytest.raises(ChunkedLossUnsupported, match=why):
-        trace_with_loss(model, zoo.batch(kind), lambda words: model(**zoo.batch(kind)), wanted=True)
+        trace_with_loss(model, zoo.batch(kind), lambda _: model(**zoo.batch(kind)), wanted=True)
 
 
 @pytest.mark.usefixtures("_small_chunks")
@@ -364,13 +364,11 @@ def test_it_is_used_where_it_saves_something() -> None:
     assert reason(model, given, is_custom=True) == "full logits: the loop computes its own loss"
     small = {name: value[:1, :5] for name, value in given.items()}
     assert reason(model, small) == "full logits: 5 tokens are no more than a chunk of 5"
-    before = trace_with_loss(model, given, lambda words: None, wanted=None)[1]
+    before = trace_with_loss(model, given, lambda _: None, wanted=None)[1]
     assert reason(model, small, before=before) == "in chunks of 5 tokens", "what was in chunks stays so"
-    assert trace_with_loss(model, given, lambda words: words, wanted=False) == (
-        "",
-        chosen.ChosenLoss(text="full logits, as requested"),
-    )
-    assert trace_with_loss(model, small, lambda words: words, wanted=True)[0] == "in chunks of 5 tokens"
+    full = chosen.ChosenLoss(text="full logits, as requested")
+    assert trace_with_loss(model, given, lambda loss: loss, wanted=False) == (full, full)
+    assert trace_with_loss(model, small, lambda loss: loss.text, wanted=True)[0] == "in chunks of 5 tokens"
 
 
 def test_small_models_keep_their_loss() -> None:

@@ -54,6 +54,16 @@ def test_no_layer_runs_while_arguments_are_captured_and_forwards_stay() -> None:
     assert all("forward" not in layer.module.__dict__ for layer in stack.layers)
 
 
+def test_the_config_keeps_its_cache() -> None:
+    """It goes into the folders of pruned models."""
+    model = zoo.make("llama")
+    model.config.use_cache = True
+    stack = LayerStack(model)
+    stack.check_replay(zoo.batch("llama"))
+    assert model.config.use_cache is True
+    assert all(call.kwargs["past_key_values"] is None for call in stack.capture(zoo.batch("llama")).calls)
+
+
 def test_two_teacher_passes_agree_with_dropout() -> None:
     """D11."""
     import transformers

@@ -1,12 +1,9 @@
 """The library on disk: states and entries are complete or absent, and the newest complete one counts."""
 
 import os
-import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import pruned
 import pytest
 import torch
 
@@ -58,30 +55,6 @@ def test_a_damaged_entry_is_named_with_what_to_do(tmp_path: Path, name: str) -> 
         library.entry(3, "ffn-64")
 
 
-def killed_at(number: int, owner: Any, name: str, work: Callable[[], None]) -> bool:
-    """Do something in a process that is killed when it calls a function for the `number`-th time. Returns whether it
-    was.
-    """
-    child = os.fork()
-    if not child:
-        left, plain = [number], getattr(owner, name)
-
-        def count(*args: Any, **kwargs: Any) -> Any:
-            left[0] -= 1
-            if not left[0]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return plain(*args, **kwargs)
-
-        setattr(owner, name, count)
-        try:
-            work()
-        finally:
-            os._exit(1 if sys.exc_info()[0] else 0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
-
-
 @pytest.mark.parametrize("finishes", [False, True])
 @pytest.mark.parametrize("function", ["fsync", "rename", "unlink", "rmdir", "ftruncate", "pwrite", "open"])
 def test_d7_a_kill_at_every_file_boundary_leaves_one_whole_state(tmp_path: Path, function: str, finishes: bool) -> None:
@@ -96,7 +69,7 @@ def test_d7_a_kill_at_every_file_boundary_leaves_one_whole_state(tmp_path: Path,
                 library.save_state(described(100), tensors(2.0))
 
         owner, name = (Path, "rename") if function == "rename" else (os, function)
-        was_killed = killed_at(number, owner, name, work)
+        was_killed = pruned.killed_at(number, owner, name, work)
         entry, state = library.entry(3, "ffn-64"), library.state(3, "ffn-64")
         if entry is not None:
             assert finishes and entry.tensors(LATEST)["w"][0, 0] == 2

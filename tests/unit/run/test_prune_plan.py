@@ -20,10 +20,11 @@ VARIANTS = tuple(
     for name, state, active in (("a", 700, 90), ("b", 1400, 40), ("c", 700, 300))
 )  # fmt: skip
 COST = LayerCost(
-    layers=(0, 2), weight_bytes=500, teacher_bytes=60, importance_bytes=50, teacher_seconds=1.0, variants=VARIANTS
+    layers=(0, 2), weight_bytes=500, teacher_bytes=160, importance_bytes=50, teacher_seconds=1.0, variants=VARIANTS
 )
 FIXED = 1000
-MINIMUM = FIXED + 200 + 500 + 1400 + 60  # b is the largest: two slots, the layer, b, and the teacher's forward
+MINIMUM = FIXED + 200 + 500 + 1400 + 160 - 100
+"""b is the largest: two slots, the layer, b, and the teacher's forward without an output on its way to the host."""
 
 
 def planned(gpu: int = 10**6, host: int = 10**6, disk: int = 0, **settings: Any) -> PrunePlan:

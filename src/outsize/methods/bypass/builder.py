@@ -2,7 +2,6 @@
 (methods/bypass/tensors.py).
 """
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +13,8 @@ from outsize.methods.bypass.axes import Axis, Shapes, shapes_of, unit_of
 from outsize.methods.bypass.importance import LayerImportance
 from outsize.methods.bypass.matrices import matrix
 from outsize.methods.bypass.parts import LayerParts
-from outsize.methods.bypass.resizing import changed_dims, new_module
-from outsize.methods.bypass.students import Replacement, Student
+from outsize.methods.bypass.resizing import Resizing, changed_dims, new_module, resizings
+from outsize.methods.bypass.students import Replacement, Student, copied
 from outsize.methods.bypass.subblocks import SubBlock
 from outsize.methods.bypass.tensors import keep_channels, keep_experts, kept, linear_map, merge_heads
 from outsize.methods.bypass.variants import Change, Variant
@@ -27,7 +26,7 @@ def build_student(parts: LayerParts, variant: Variant, importance: LayerImportan
     heads and experts are the first.
     """
     if variant.learn == "block":
-        layer = copy.deepcopy(parts.layer)
+        layer = copied(parts.layer)
         for change in variant.changes:
             layer.set_submodule(_subblock(parts, change).module, _changed(parts, change, importance))
         return Student(layer, None, None)
@@ -35,7 +34,7 @@ def build_student(parts: LayerParts, variant: Variant, importance: LayerImportan
     subblock = _subblock(parts, change)
     norm = None
     if change.kind != "skip" and subblock.norm is not None:
-        norm = copy.deepcopy(parts.layer.get_submodule(subblock.norm))
+        norm = copied(parts.layer.get_submodule(subblock.norm))
     return Student(_changed(parts, change, importance), norm, subblock)
 
 
@@ -84,7 +83,7 @@ def _changed(parts: LayerParts, change: Change, importance: LayerImportance | No
     subblock = _subblock(parts, change)
     module = parts.layer.get_submodule(subblock.module)
     if change.kind == "copy":
-        return copy.deepcopy(module)
+        return copied(module)
     if change.kind == "skip":
         return Replacement(None, subblock.num_outputs)
     if change.kind == "linear":
@@ -142,6 +141,20 @@ def sizes_of(parts: LayerParts, change: Change) -> dict[Axis, int]:
     return {parts.axes[change.kind]: change.count}
 
 
+def layer_resizings(parts: LayerParts, change: Change) -> dict[str, Resizing]:
+    """By tensor of the layer that a change resizes: the dimension, its size before and then. Reads no weights."""
+    return resizings(parts, _subblock(parts, change).kind, sizes_of(parts, change))
+
+
+def _scores(parts: LayerParts, scores: Mapping[str, Tensor], path: str) -> Tensor:
+    if path not in scores:
+        raise ModelUnsupported(
+            f"{parts.name}.{path}: no importance was measured for it, because its output projection or router was not "
+            "found. Set importance: truncate."
+        )
+    return scores[path]
+
+
 def _narrowed(
     parts: LayerParts, given: Mapping[str, Tensor], shapes: Shapes, importance: LayerImportance | None
 ) -> dict[str, Tensor]:
@@ -151,7 +164,7 @@ def _narrowed(
         unit = unit_of(parts.layer, name)
         widths[unit] = min(widths.get(unit, (was, now)), (was, now))
     keep = {
-        unit: kept(None if importance is None else importance.channels.get(unit), *width)
+        unit: kept(None if importance is None else _scores(parts, importance.channels, unit), *width)
         for unit, width in widths.items()
     }
     tensors = {name: given[name].clone() for name in shapes if name not in changes}
@@ -168,9 +181,9 @@ def _with_merged_heads(
     assert count is not None
     chosen = None
     if change.how != "average":
-        scores = importance.heads.get(_subblock(parts, change).module) if importance is not None else None
         chosen = torch.zeros(count, dtype=torch.int64)
-        if change.how == "select" and scores is not None:
+        if change.how == "select" and importance is not None:
+            scores = _scores(parts, importance.heads, _subblock(parts, change).module)
             chosen = scores.view(count, heads // count).argmax(1)
     changes = changed_dims(given, shapes)
     tensors = {name: given[name].clone() for name in shapes if name not in changes}
@@ -184,7 +197,8 @@ def _with_fewer_experts(
     parts: LayerParts, change: Change, given: Mapping[str, Tensor], shapes: Shapes, importance: LayerImportance | None
 ) -> dict[str, Tensor]:
     assert change.count is not None
-    scores = importance.experts.get(_subblock(parts, change).module) if importance is not None else None
+    path = _subblock(parts, change).module
+    scores = None if importance is None else _scores(parts, importance.experts, path)
     keep = kept(scores, parts.axes["experts"].size, change.count)
     changes = changed_dims(given, shapes)
     listed = _list_of_experts(given, shapes)

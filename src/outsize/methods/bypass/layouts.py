@@ -4,7 +4,6 @@ A cut sub-block is compared with the teacher's, changed so that both must give t
 multiplied by zero, merged KV heads are repeated. What no way reproduces is no axis: variants of that kind are refused.
 """
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 
 from outsize.base.errors import ModelUnsupported
 from outsize.methods.bypass.axes import is_input
-from outsize.methods.bypass.builder import resized, sizes_of
+from outsize.methods.bypass.builder import layer_resizings, resized
 from outsize.methods.bypass.matrices import matrix
 from outsize.methods.bypass.parts import LayerParts, Value, find_parts
-from outsize.methods.bypass.resizing import resizings
+from outsize.methods.bypass.students import copied
 from outsize.methods.bypass.subblocks import SubBlock, SubBlockRun, find_subblocks, record
 from outsize.methods.bypass.tensors import FusedHeads, FusedWidth, linear_map, repeat_heads
 from outsize.methods.bypass.variants import Change
@@ -62,8 +61,8 @@ def _with_fused_width(parts: LayerParts, given: SubBlockRun) -> LayerParts:
     size = parts.axes["intermediate_size"].size
     change = Change(subblock="ffn", kind="intermediate_size", count=size // 2)
     path = parts.subblocks["ffn"].module
-    changes = resizings(parts, "ffn", sizes_of(parts, change))
-    masked = copy.deepcopy(parts.layer.get_submodule(path))
+    changes = layer_resizings(parts, change)
+    masked = copied(parts.layer.get_submodule(path))
     tensors = dict(masked.named_parameters(prefix=path))
     for name, (dim, _, now) in changes.items():
         if is_input(parts.layer, name, changes):
@@ -86,9 +85,9 @@ def _with_fused_heads(parts: LayerParts, given: SubBlockRun) -> LayerParts:
         tried = replace(parts, fused_heads=way)
         try:
             student = resized(tried, change, None)
-            repeated = copy.deepcopy(parts.layer.get_submodule(path))
+            repeated = copied(parts.layer.get_submodule(path))
             own = student.state_dict(prefix=f"{path}.")
-            for name, (dim, was, now) in resizings(parts, "attention", sizes_of(parts, change)).items():
+            for name, (dim, was, now) in layer_resizings(parts, change).items():
                 head_size = (was - now) // (heads - count) // (1 if way == "separate" else 2)
                 whole = repeat_heads(own[name], dim, count, heads, way, head_size)
                 repeated.get_parameter(name.removeprefix(f"{path}.")).copy_(whole)

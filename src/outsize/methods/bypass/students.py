@@ -1,5 +1,6 @@
 """Students: pruned sub-blocks with the norm in front of them, and pruned layers, as modules to train."""
 
+import copy
 from typing import Any
 
 import torch
@@ -7,6 +8,18 @@ from torch import Tensor, nn
 
 from outsize.methods.bypass.subblocks import SubBlock, SubBlockRun
 from outsize.model.stack import first_tensor, run
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy with memory of its own. (deepcopy of a tensor copies its whole storage, which may hold a layer.)"""
+    tensors = (*module.parameters(), *module.buffers())
+    memo: dict[int, Any] = {id(tensor): _cloned(tensor) for tensor in tensors}
+    return copy.deepcopy(module, memo)
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    value = tensor.detach().clone()
+    return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 class Replacement(nn.Module):

@@ -275,6 +275,32 @@ def test_students_keep_the_teachers_dtypes_and_share_no_memory(kind: str) -> Non
     assert all(param.grad is None for param in model.parameters())
 
 
+def test_a_student_of_a_layer_in_one_buffer_copies_its_own_weights_alone() -> None:
+    parts, runs = first_layer(teacher("llama", torch.bfloat16))
+    buffer = torch.zeros(100_000, dtype=torch.bfloat16)
+    end = 0
+    for param in parts.layer.parameters():
+        param.data = buffer[end : end + param.numel()].copy_(param.data.flatten()).view(param.shape)
+        end += param.numel()
+    for one in (variant("copy"), variant("intermediate_size", 20), variant("num_key_value_heads", 1)):
+        made = build_student(parts, one)
+        assert all(param.untyped_storage().nbytes() == param.nbytes for param in made.parameters())
+        assert made(runs[one.learn]).isfinite().all()
+
+
+def test_missing_scores_are_not_taken_for_truncation() -> None:
+    parts, _ = first_layer(teacher("mixtral"))
+    none = LayerImportance({}, {}, {})
+    assert student(parts, variant("num_key_value_heads", 1), none)  # an average needs none
+    for one in (
+        variant("intermediate_size", 8),
+        variant("experts", 3),
+        variant("num_key_value_heads", 1, how="select"),
+    ):
+        with pytest.raises(ModelUnsupported, match="no importance was measured"):
+            student(parts, one, none)
+
+
 def test_settings_of_the_config_build_the_same_shapes() -> None:
     parts, _ = first_layer(teacher("llama"))
     fewer = Change(subblock="attention", kind="num_key_value_heads", count=2, how="average")
