@@ -20,7 +20,9 @@ from outsize.cli.main import app
 from outsize.config.read import read_config
 from outsize.methods.bypass.choose import TargetInfeasible
 from outsize.run.prune import PruneOutcome, prune_run
+from outsize.run.prune_library import Library
 from outsize.run.prune_setup import set_up
+from outsize.run.prune_sweep import sweep_run
 
 VARIANTS = {"intermediate_size": [24, 8], "num_key_value_heads": [1], "skip": ["attention", "ffn"], "linear": True}
 
@@ -184,3 +186,38 @@ def test_commands(library: Path, tmp_path: Path) -> None:
     assert "missing" in command(yaml, "--only", "choose").output
     assert "has no library" in command("--show", tmp_path).output
     assert command().exit_code == 2
+
+
+SWEEP = [{"intermediate_size": [24]}, {"num_key_value_heads": [3]}, {"skip": ["ffn"], "num_key_value_heads": [1]}]
+
+
+def sweep(folder: Path) -> Path:
+    return pruned.write(folder, prune={**{name: None for name in pruned.VARIANTS}, "sweep": SWEEP}, save_steps=2)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    weights = sorted((folder / "out" / "sweep").rglob("library/**/*.safetensors"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in weights}
+
+
+def test_sweep_goes_on_after_a_failing_entry_and_after_a_kill(tmp_path: Path) -> None:
+    """D6: entries are independent of others having failed, been killed or resumed."""
+    console = Console(file=io.StringIO(), width=200, record=True)
+    failed = sweep_run(sweep(tmp_path / "clean"), [], console)
+    assert len(failed) == 1 and "num_key_value_heads: 3 does not divide" in failed[0]
+    clean = files_of(tmp_path / "clean")
+    assert len({name.split("/")[2] for name in clean}) == 2
+    # Killed in an entry, with its states on disk; then the same command, with the entries in another order.
+    yaml = sweep(tmp_path / "killed")
+    assert pruned.killed_at(6, Library, "finish", lambda: sweep_run(yaml, [], console))
+    held = files_of(tmp_path / "killed")
+    assert 0 < len(held) < len(clean) and list((tmp_path / "killed").rglob("training/**/*.safetensors"))
+    settings = yaml_module.safe_load(yaml.read_text())
+    settings["prune"]["sweep"] = SWEEP[::-1]
+    yaml.write_text(yaml_module.safe_dump(settings))
+    again = sweep_run(yaml, [], console)
+    assert len(again) == 1 and files_of(tmp_path / "killed") == clean
+    # Everything is finished: nothing is trained again.
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").rglob("*.safetensors")}
+    sweep_run(yaml, [], console)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").rglob("*.safetensors")}

@@ -105,11 +105,8 @@ def train_and_compare(kind: str, dtype: torch.dtype, **how: Any) -> set[str]:
 def one_after_the_other(graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace) -> Decision:
     """The layers have all strategies in turn, and their weights are streamed."""
     made = cells.uniform(graph, layout, trace, weights="host", optimizer="host")
-    names = [strategy.name for strategy in STRATEGIES]
-    turn = tuple(
-        offered[call % len(names)] if len(offered := trace.strategies(call)) == len(names) else "keep"
-        for call in range(len(graph.calls))
-    )
+    offered = [trace.strategies(call) for call in range(len(graph.calls))]
+    turn = tuple(names[call % len(names)] if len(names) > 1 else "keep" for call, names in enumerate(offered))
     return replace(made, strategies=turn)
 
 
@@ -126,7 +123,9 @@ def test_a_plan_of_all_strategies_gives_the_bits_of_the_tiled_plain_loop_and_its
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_strategy_does(kind: str, dtype: torch.dtype, weights: str) -> None:
     for strategy in STRATEGIES:
-        assert strategy.name in train_and_compare(kind, dtype, strategy=strategy.name, weights=weights)
+        used = train_and_compare(kind, dtype, strategy=strategy.name, weights=weights)
+        # Dropout in attention excludes the strategies that run it once.
+        assert strategy.name in used or (strategy.saves_attention_of and kind in ("gpt2", "t5"))
 
 
 LOOPS: dict[str, dict[str, Any]] = {

@@ -75,8 +75,14 @@ def with_attention_once(
 
 
 @contextmanager
-def find_attention(layer: nn.Module, add: Callable[[Any, Any], None] = lambda func, out: None) -> Iterator[None]:
-    """For the first forward of a layer: find its modules that call attention. `add` receives operators and outputs."""
+def find_attention(
+    layer: nn.Module,
+    add: Callable[[Any, Any], None] = lambda func, out: None,
+    note: Callable[[Any, Any, Any], None] = lambda func, args, kwargs: None,
+) -> Iterator[None]:
+    """For the first forward of a layer: find its modules that call attention whose outputs can be saved. `add` receives
+    these operators and their outputs, `note` every attention operator with its arguments.
+    """
     running: list[str] = []
     found: dict[str, None] = {}
 
@@ -98,7 +104,7 @@ def find_attention(layer: nn.Module, add: Callable[[Any, Any], None] = lambda fu
         return around
 
     inner = [(name, module) for name, module in layer.named_modules() if name]
-    with _replaced_forwards((module, noting(name)) for name, module in inner), _Recording(recorded):
+    with _replaced_forwards((module, noting(name)) for name, module in inner), _Recording(recorded, note):
         yield
     _modules[layer] = tuple(found)
 
@@ -201,14 +207,18 @@ class _Mode(TorchDispatchMode):
 
 
 class _Recording(_Mode):
-    def __init__(self, add: Callable[[Any, Any], None]):
+    def __init__(
+        self, add: Callable[[Any, Any], None], note: Callable[[Any, Any, Any], None] = lambda func, args, kwargs: None
+    ):
         super().__init__()
-        self._add = add
+        self._add, self._note = add, note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if is_attention(func) and _is_repeatable(func, args, kwargs or {}):
-            self._add(func, out)
+        if is_attention(func):
+            self._note(func, args, kwargs or {})
+            if _is_repeatable(func, args, kwargs or {}):
+                self._add(func, out)
         return out
 
 

@@ -212,9 +212,11 @@ def _add_up(sums: list[Tensor | None], grads: list[Tensor | None]) -> None:
             total.add_(grad)
 
 
-def _leaf(param: Tensor) -> nn.Parameter:
+def _leaf(param: Tensor) -> Any:
     """A parameter in the same memory without the user's gradient hooks, which must run once and not for each tile."""
-    return nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+    leaf: Any = param.detach().requires_grad_()
+    leaf._is_param = True  # isinstance(leaf, nn.Parameter), also of a fake tensor
+    return leaf
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 The developers' benchmarks (comparisons, tables, reports) are in the repository's benchmarks/.
 """
 
+import json
 import math
 import time
 from pathlib import Path
@@ -27,6 +28,8 @@ Models: {", ".join(SHAPES)}; or the path of a folder with a config.json.
 outsize bench --model llama-3b --gpu-memory 24GiB
 
 outsize bench --model llama-3b --gpu-memory 24GiB --clip 1.0 --accumulate 4     [dim]updates after the step[/dim]
+
+outsize bench --long --seq 65536     [dim]forward and backward of one long row, without an optimizer[/dim]
 """
 SIMULATED = (
     "The GPU is simulated: the CPU computes, and the seconds below are simulated. They say nothing about any machine.\n"
@@ -38,7 +41,10 @@ SMALL_DEVICE, SMALL_CHUNK_BYTES = "sim:8MiB", 256 * 2**10
 
 def bench(
     model: Annotated[
-        str | None, typer.Option(help="A model of the list, or a path.", show_default="llama-1b; tiny without a GPU")
+        str | None,
+        typer.Option(
+            help="A model of the list, or a path.", show_default="llama-1b, qwen3-8b with --long; tiny without a GPU"
+        ),
     ] = None,
     gpu_memory: Annotated[
         str | None, typer.Option(help="Maximum GPU memory, CUDA context included: 24GiB.", show_default="what is free")
@@ -50,7 +56,10 @@ def bench(
         int | None, typer.Option(*MICRO_BATCH, min=1, help="Rows of a batch.", show_default="8; 2 without a GPU")
     ] = None,
     seq: Annotated[
-        int | None, typer.Option(*SEQUENCE_LEN, min=1, help="Tokens of a row.", show_default="1024; 64 without a GPU")
+        int | None,
+        typer.Option(
+            *SEQUENCE_LEN, min=1, help="Tokens of a row.", show_default="1024, 32768 with --long; 64 without a GPU"
+        ),
     ] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Backward passes per optimizer step.")] = 1,
     clip: Annotated[float | None, typer.Option(help="Clip the gradient norm.", show_default="no clipping")] = None,
@@ -59,9 +68,33 @@ def bench(
         str | None,
         typer.Option(help="cuda, cpu, or sim:<catalog name, .yaml file or size>.", show_default="the GPU, if any"),
     ] = None,
+    long: Annotated[
+        bool, typer.Option("--long", help="Forward and backward of one long row, without a plan or an optimizer.")
+    ] = False,
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            help="With --long: hidden_states, hidden_states+attention (on the host), or checkpoint.",
+            show_default="hidden_states",
+        ),
+    ] = None,
 ) -> None:
     if model is not None and not Path(model).exists():
         require_one_of(SHAPES, model, "--model")
+    of_plans = {
+        "--gpu-memory": gpu_memory,
+        "--host-memory": host_memory,
+        "--micro-batch-size": micro_batch,
+        "--clip": clip,
+        "--accumulate": accumulate if accumulate > 1 else None,
+    }
+    if long and (beside := [option for option, value in of_plans.items() if value is not None]):
+        raise ConfigError(f"--long: {', '.join(beside)} has no effect without a plan. Leave it out.")
+    if activations is not None and not long:
+        raise ConfigError("--activations has no effect without --long. Add it.")
+    if long:
+        _bench_long(model, tokens=seq, activations=activations or "hidden_states", device=device, steps=steps)
+        return
 
     # Imports take seconds: wrong options were reported before them.
     from outsize.device.choose import choose_device
@@ -129,6 +162,27 @@ def bench(
     finally:
         engine.close()
     if not all(math.isfinite(loss) for loss in losses):
+        print("WRONG      a loss is not finite")
+        raise typer.Exit(1)
+
+
+def _bench_long(model: str | None, *, tokens: int | None, activations: str, device: str | None, steps: int) -> None:
+    from outsize.device.choose import choose_device
+    from outsize.model.build import load_config
+    from outsize.run.bench_long import ACTIVATIONS, bench_long
+    from outsize.run.quiet import quiet
+
+    quiet()
+    require_one_of(ACTIVATIONS, activations, "--activations")
+    chosen = choose_device(device)
+    if chosen.is_simulated:
+        raise ConfigError("--long measures a real device, and sim has no speed of its own. Use --device cuda or cpu.")
+    model = model or ("qwen3-8b" if chosen.is_gpu else "tiny")
+    tokens = tokens or (32768 if chosen.is_gpu else 64)
+    config = shape_config(SHAPES[model], seq=tokens) if model in SHAPES else load_config(model)
+    found = bench_long(model, config, tokens=tokens, activations=activations, device=chosen, steps=steps)
+    print(f"{found}\n\nRESULT {json.dumps(found.record())}")
+    if not all(math.isfinite(loss) for loss in found.losses):
         print("WRONG      a loss is not finite")
         raise typer.Exit(1)
 

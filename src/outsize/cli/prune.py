@@ -58,11 +58,15 @@ def prune(
     from rich.console import Console
 
     from outsize.run.prune import choose_run, prune_run
+    from outsize.run.prune_sweep import sweep_run
     from outsize.run.quiet import quiet
 
     quiet()
 
     console = Console(width=None if Console().is_terminal else 120)
+    if run.prune is not None and run.prune.sweep:
+        failed = sweep_run(config, overrides or (), console, dry_run=dry_run)
+        raise typer.Exit(1 if failed else 0)
     if only is not None:
         choose_run(run, console)
         return

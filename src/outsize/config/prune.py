@@ -99,13 +99,15 @@ class PruneConfig:
     """Of the model's folder. None: `uniform` if all layers are alike, else `per_layer`."""
     distill: PruneDistill | None = None
     """Train the models end to end with the teacher's probabilities."""
+    sweep: tuple[dict[str, Any], ...] = ()
+    """Runs with other keys under `prune`, one after another, each in a folder of its own below output_dir/sweep."""
     trust_remote_code: bool = False
     """Run the model code that the teacher's folder has."""
 
     @property
     def has_variants(self) -> bool:
         given = (self.intermediate_size, self.num_key_value_heads, self.experts, self.skip, self.copy)
-        return any(given) or self.linear
+        return any(given) or self.linear or bool(self.sweep)
 
 
 DEFAULTS: dict[str, Any] = {"learning_rate": 1e-3, "adam_beta2": 0.95, "warmup_ratio": 0.05}

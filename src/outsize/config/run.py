@@ -28,6 +28,7 @@ from outsize.config.types import (
     PromptKey,
     SaveStrategy,
     Scheduler,
+    SdpKernel,
     Seed,
     Share,
     ShareBelowOne,
@@ -223,6 +224,8 @@ class RunConfig:
     """Whether fp32 matrix products may use TF32. None: torch's setting."""
     attn_implementation: Text | None = None
     """As in transformers: sdpa, flash_attention_2, eager, … None: its choice, and `outsize_varlen` for packed rows."""
+    sdp_kernel: SdpKernel = "auto"
+    """The kernel of sdpa: flash, cudnn, efficient or math. auto: torch's choice, which the plan names."""
     dataloader_num_workers: CountFromZero = 0
 
     gpu_memory: Size | None = None

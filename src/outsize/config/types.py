@@ -68,6 +68,8 @@ Optimizer = Annotated[
         also=tuple((other, name) for name, (_, others) in OPTIMIZERS.items() for other in others),
     ),
 ]
+SdpKernel = Literal["auto", "flash", "cudnn", "efficient", "math"]
+"""`auto`, or a kernel of device/sdp_kernel.py."""
 ActivationOffloading = Annotated[
     Literal["auto", "true", "false", "legacy", "disk", "hidden_states"], Rule(also=((True, "true"), (False, "false")))
 ]

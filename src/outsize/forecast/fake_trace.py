@@ -101,7 +101,7 @@ def fake_trace(
             bind(model)
             layers = find_layers(model)
 
-            def trace_of(_: str) -> tuple[BlockGraph, ModelTrace]:
+            def trace_of(_: ChosenLoss) -> tuple[BlockGraph, ModelTrace]:
                 return Tracer(model, batch, layers, AbsentDevice(spec), tile_tokens=tile_tokens).trace()
 
             (graph, trace), loss = trace_with_loss(model, batch, trace_of, wanted=chunked_loss)

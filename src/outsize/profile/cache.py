@@ -14,6 +14,7 @@ from outsize.base.errors import ConfigError
 from outsize.base.log import log
 from outsize.base.records import fingerprint, from_json, to_json
 from outsize.device.device import Device
+from outsize.device.sdp_kernel import allowed_kernels
 from outsize.hardware.spec import ProcessOverhead
 from outsize.model.batch import looks_irregular
 from outsize.model.discover import Layer
@@ -90,6 +91,7 @@ def _key(
             if config is not None and hasattr(config, "to_dict")
             else "",
             "attention": str(getattr(config, "_attn_implementation", "")),
+            "sdp_kernels": allowed_kernels(),
             "training": str([m.training for m in model.modules()]),
             "params": [
                 [n, list(p.shape), str(p.dtype), p.requires_grad]

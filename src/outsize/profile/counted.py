@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from outsize.base.log import log
 from outsize.device.device import Device
+from outsize.device.sdp_kernel import kernels_on_shapes
 from outsize.device.sim import AbsentDevice
 from outsize.model.discover import Layer
 from outsize.model.tensors import map_tensors
@@ -33,7 +34,7 @@ def counted_trace(
     autocast = torch.autocast("cpu", torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
     on_cpu = map_tensors(lambda t: t.detach().to("cpu").requires_grad_(t.requires_grad), batch)
     try:
-        with torch.random.fork_rng(devices=[]), _without_values(model) as shapes_of, autocast:
+        with torch.random.fork_rng(devices=[]), _without_values(model) as shapes_of, autocast, kernels_on_shapes():
             made = map_tensors(shapes_of, on_cpu)
             _, trace = Tracer(
                 model, made, layers, AbsentDevice(device.spec), None, loss, tile_tokens=tile_tokens

@@ -1,6 +1,7 @@
 """ProfilingPass: one forward and backward of the profiling run under one strategy, measured call by call."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -23,6 +24,7 @@ from outsize.model.state import BoundAttributes
 from outsize.model.strategies import STRATEGY, Strategy
 from outsize.model.tensors import named_tensors, tensors_in
 from outsize.profile.arguments import SharedArguments
+from outsize.profile.attention_kernels import AttentionCall
 from outsize.profile.lifetimes import Lifetimes
 from outsize.profile.phases import Phases
 from outsize.profile.skipped_layers import StandIn, stand_in_for
@@ -96,6 +98,8 @@ class ProfilingPass:
         self.arguments = SharedArguments()
         self.lifetimes = Lifetimes(self.phases, context.device.torch_device.type, context.is_static)
         self._tracks = meter is not None and not is_discovery
+        self.attention_calls: Counter[AttentionCall] = Counter()
+        """Of layers that ran in a discovery pass."""
         self._times_attention = meter is None and ahead
         self._attention_marks: dict[int, list[tuple[Any, Any]]] = {}
         """By call: before and after each attention kernel."""
@@ -130,6 +134,9 @@ class ProfilingPass:
         """Calls whose output is the input of a later layer, unchanged, with the call of that layer."""
         self.differences: dict[str, str] = {}
         """By structure of a layer: how a second run of its forward differs from the first."""
+
+    def _note_attention(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.attention_calls[AttentionCall.of(func, args, kwargs)] += 1
 
     def attention_seconds(self, call: int) -> float:
         """Seconds of the attention kernels that a layer need not run again. 0 if they are not timed in this pass."""
@@ -288,7 +295,7 @@ class ProfilingPass:
         offloaded = self._offloaded[call] = OffloadedTensors()
         if self.is_discovery:
             report = partial(self._note_difference, layer.structure)
-            with find_attention(layer.module):
+            with find_attention(layer.module, note=self._note_attention):
                 if self.context.compares:
                     return keep_and_compare(forward, args, kwargs, report, layer.module)
                 return run_once(lambda: forward(*args, **kwargs), report, layer.module)

@@ -34,6 +34,8 @@ class ModelTrace:
     """Length of the tiles of `tiled`. 0: no module was run over tiles."""
     tiled: tuple[str, ...] = ()
     """Modules that run over tiles of long rows (activation/tiles.py), by name."""
+    attention: str = ""
+    """The attention kernels that ran, as text. Empty if unknown: on a device that is only simulated, or by hand."""
     profile_keys: tuple[str, ...] = ()
     """The entries of the profile cache that it is made of (base/cache_folder.py)."""
     extrapolated_from: tuple[int, ...] = ()

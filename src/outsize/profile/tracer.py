@@ -27,6 +27,7 @@ from outsize.base.log import log
 from outsize.base.records import fingerprint
 from outsize.device.device import Device
 from outsize.device.observer import Observer, push_mode, remove_mode
+from outsize.device.sdp_kernel import explaining_missing_kernel
 from outsize.hardware.lanes import compute_seconds
 from outsize.model.block_tracker import BlockTracker
 from outsize.model.discover import Layer, stages_to_join, with_stages_joined
@@ -37,6 +38,7 @@ from outsize.model.strategies import STRATEGIES, STRATEGY, Strategy, StrategyRec
 from outsize.model.tensors import map_tensors
 from outsize.model.weights import Weights
 from outsize.model.work import Work
+from outsize.profile.attention_kernels import kernels_text, timed_on
 from outsize.profile.blocks import block_name, build_graph
 from outsize.profile.calling import Loss, batch_shapes, call_model, loss_of
 from outsize.profile.gradient_order import bytes_of_waiting_gradients, require_known_order
@@ -127,6 +129,7 @@ class Tracer:
             waiting_bytes = bytes_of_waiting_gradients(self.model, self.layers, discovery, self._reads.readers)
             passes = {strategy.name: self._measure(strategy.name) for strategy in strategies}
             timed = {strategy: self._time(strategy) for strategy in to_time}
+            kernels = "" if self.device.is_simulated else self._kernels_text(discovery)
             held_bytes = passes["keep"].phases.held_bytes + self._bound_bytes()
         run = passes["keep"]
         graph = build_graph(
@@ -156,10 +159,15 @@ class Tracer:
             provenance=f"seconds {seconds}, bytes measured",
             counts_launches=self.device.op_launch_seconds > 0,
             notes=notes,
+            attention=kernels,
             tile_tokens=self._tile_tokens if tiled else 0,
             tiled=tiled,
         )
         return graph, with_reserve(trace, waiting_bytes)
+
+    def _kernels_text(self, discovery: ProfilingPass) -> str:
+        timer = partial(timed_on, self.device) if self.device.is_gpu else None
+        return kernels_text(discovery.attention_calls, timer)
 
     def _bound_bytes(self) -> int:
         """Bytes that layers hold from step to step in their attributes."""
@@ -373,7 +381,7 @@ class Tracer:
             if p.requires_grad
         ]
         try:
-            with _naming_out_of_memory(lambda: self._last_block(run)):
+            with _naming_out_of_memory(lambda: self._last_block(run)), explaining_missing_kernel():
                 run.phases.begin()
                 loss, outputs = self._loss(run)
                 if loss is not None:

@@ -16,6 +16,7 @@ from outsize.checkpoint.folder import checkpoints, read_manifest
 from outsize.config.run import RunConfig
 from outsize.data.packing import keeps_documents_apart
 from outsize.device.choose import choose_device
+from outsize.device.sdp_kernel import use_sdp_kernel
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
 from outsize.model.build import Built, build_model, load_config, require_positions
 from outsize.model.offloading import pins_of_offloading
@@ -28,6 +29,7 @@ from outsize.run.compat_checks import (
     require_language_model,
     require_packable,
     require_scheduler,
+    require_sdpa,
     require_vocabulary,
     with_installed_attention,
     with_packed_attention,
@@ -91,6 +93,8 @@ def assemble(config: RunConfig) -> Assembled:
         raise ConfigError("prune: is for `outsize prune`, which trains layer by layer. Run that, or remove prune.")
     device = choose_device(config.device)
     config = with_packed_attention(with_installed_attention(config), device)
+    require_sdpa(config)
+    use_sdp_kernel(config.sdp_kernel, device)
     checkpoint = find_checkpoint(config)
     splits = _splits(config)
     changed: list[str] = []

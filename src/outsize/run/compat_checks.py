@@ -77,6 +77,16 @@ def with_packed_attention(config: RunConfig, device: Device | None = None) -> Ru
     return replace(config, attn_implementation=VARLEN)
 
 
+def require_sdpa(config: RunConfig) -> None:
+    """Check that a kernel of sdpa is chosen only where sdpa computes attention."""
+    name = config.attn_implementation
+    if config.sdp_kernel != "auto" and name not in (None, "sdpa"):
+        raise ConfigError(
+            f"sdp_kernel: {config.sdp_kernel} is a kernel of sdpa, and attention is {name}. Remove sdp_kernel, or set "
+            "attn_implementation: sdpa."
+        )
+
+
 def require_scheduler(config: RunConfig) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.learning_rate)
     given = dict(config.lr_scheduler_kwargs or {})

@@ -17,7 +17,7 @@ from outsize.model.build import load_config, overridden, require_positions, trai
 from outsize.model.packed_attention import VARLEN
 from outsize.run.adapters import adapter_of, method_of
 from outsize.run.assemble import pins_of, training_arguments
-from outsize.run.compat_checks import with_packed_attention
+from outsize.run.compat_checks import require_sdpa, with_packed_attention
 from outsize.run.inputs import load_inputs
 from outsize.run.plan_batch import AnyCollator, batches_to_plan_for, collator_of
 from outsize.run.row_lengths import longest_row, rows_text, tokens_per_row
@@ -50,6 +50,9 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
             notes += [text] if (text := rows_text(tokens, config.sequence_len)) else []
         except OutsizeError as error:
             notes.append(f"planned for rows of sequence_len tokens, because the data cannot be read here: {error}")
+    require_sdpa(config)
+    if config.sdp_kernel == "math":
+        notes.append("planned for a fused attention kernel; sdp_kernel: math also holds tokens × tokens scores")
     if config.attn_implementation == VARLEN:
         notes.append("planned for packed rows of one document each, whose attention takes longest")
     machine = hardware or _machine_of(config)

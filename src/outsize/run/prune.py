@@ -223,22 +223,19 @@ def _losses_text(description: Description) -> str:
 def _report_short(stages: PruneStages, setup: PruneSetup) -> None:
     """Say which finished variants are not trained further under a larger budget."""
     stay = [
-        description
-        for description in _entries(setup, stages.library)
-        if description.steps and description.steps < setup.num_steps and not description.stopped
-    ]
-    stay = [
-        found
-        for found in stay
-        for variant in setup.variants[found.layer]
-        if variant.name == found.variant
-        and (entry := stages.library.entry(found.layer, found.variant)) is not None
+        entry.description.steps
+        for layer, variants in setup.variants.items()
+        for variant in variants
+        if variant.is_trained
+        and (entry := stages.library.entry(layer, variant.name)) is not None
+        and not entry.description.stopped
+        and entry.description.steps < setup.num_steps
         and not stages.continues(entry, variant)
     ]
     if stay:
         log.warning(
             "%d finished variants stay as they are, with %d steps: only those that were trained with "
-            "prune.keep_optimizer: true can be trained further", len(stay), stay[0].steps,
+            "prune.keep_optimizer: true can be trained further", len(stay), stay[0],
         )  # fmt: skip
 
 

@@ -136,9 +136,7 @@ def _grouped(
 
     def peak_of(cost: LayerCost, group: Sequence[VariantCost]) -> int:
         # Only the last group of a layer passes hidden states on, and the last layer does not.
-        passes_on = any(layer < num_layers - 1 for layer in cost.layers) and list(group[-1:]) == list(
-            cost.variants[-1:]
-        )
+        passes_on = group[-1] is cost.variants[-1] and any(layer < num_layers - 1 for layer in cost.layers)
         active = max([cost.teacher_bytes, *(v.active_bytes for v in group)]) - (0 if passes_on else hidden)
         states = sum(variant.state_bytes for variant in group)
         return fixed + cost.weight_bytes + max(states + active, cost.importance_bytes)

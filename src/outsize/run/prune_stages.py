@@ -69,6 +69,7 @@ class PruneStages:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
+        self._device.limit(self._plan.budget_bytes)
         self._device.open(id(self), self._plan.budget_bytes)
         self._device.watching(True)
         try:

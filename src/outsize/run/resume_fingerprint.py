@@ -46,7 +46,8 @@ _TOGETHER = ((*_SPLIT, "batch_size"), ("num_epochs", "max_steps"), ("warmup_step
 _ON_REQUEST = {
     "micro_batch_size", "gradient_accumulation_steps", "num_epochs", "max_steps", "learning_rate", "lr_scheduler",
     "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
-    "max_grad_norm", "nonfinite", "chunked_loss", "tile_tokens", "attn_implementation", "full_determinism", "tf32",
+    "max_grad_norm", "nonfinite", "chunked_loss", "tile_tokens", "attn_implementation", "sdp_kernel",
+    "full_determinism", "tf32",
 }  # fmt: skip
 
 

@@ -122,6 +122,8 @@ class Plan:
     """How the loss is computed, as text: in chunks of tokens, or from full logits and why. Empty if unknown; the loss
     is then computed from full logits.
     """
+    attention: str = ""
+    """The attention kernels in use, as text. Empty if unknown."""
     process_overhead: ProcessOverhead = ProcessOverhead()
     """Process overhead beside the estimate, as measured by the profiling run."""
     tile_tokens: int = 0

@@ -70,11 +70,20 @@ def head(plan: Plan, graph: BlockGraph) -> list[str]:
         "all trainable" if graph.num_trainable == graph.num_params else f"{_show_count(graph.num_trainable)} trainable"
     )
     loss = [f"loss {plan.loss}"] if plan.loss else []
+    loss += [f"attention {plan.attention}"] if plan.attention else []
     return [
         f"{_show_count(graph.num_params)} parameters, {trainable}, on {plan.hardware}",
         f"batch {batch}{accumulate}; {update}",
         *loss,
+        *_tiles(plan),
     ]
+
+
+def _tiles(plan: Plan) -> list[str]:
+    if not plan.tiled:
+        return []
+    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in plan.tiled))
+    return [f"tiles of {plan.tile_tokens} tokens in {len(plan.tiled)} modules: {', '.join(kinds)}"]
 
 
 def group_rows(plan: Plan, graph: BlockGraph, layout: ChunkLayout) -> list[list[Row]]:

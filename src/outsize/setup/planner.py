@@ -253,6 +253,7 @@ class Planner:
             made,
             loss=chosen.text,
             loss_chunk=chosen.chunk,
+            attention=trace.attention,
             process_overhead=trace.process_overhead,
             profile_keys=trace.profile_keys,
         )

@@ -1,5 +1,6 @@
 """`outsize bench` on a machine without a GPU."""
 
+import json
 import re
 from pathlib import Path
 
@@ -32,9 +33,26 @@ def test_takes_a_folder_with_a_config(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "tokens/s" in result.output, result.output
 
 
+def test_long_rows_forward_and_backward_cost_the_same_gradients_however_activations_are_kept() -> None:
+    found = {}
+    for kept in ("hidden_states", "hidden_states+attention", "checkpoint"):
+        args = ["bench", "--long", "--device", "cpu", "--seq", "48", "--steps", "2", "--activations", kept]
+        result = runner.invoke(app, args)
+        assert result.exit_code == 0, result.output
+        assert "gradients in bf16 kept, no optimizer" in result.output and "tokens/s" in result.output
+        found[kept] = json.loads(result.output.partition("RESULT ")[2])
+        assert found[kept]["case"] == f"outsize {kept}" and found[kept]["timed"] == 2
+        assert found[kept]["model"] == "tiny" and found[kept]["seq"] == 48 and found[kept]["bs"] == 1
+    assert len({(tuple(one["losses"]), one["gnorm"]) for one in found.values()}) == 1
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["--long", "--clip", "1.0"], "--clip has no effect without a plan"),
+        (["--activations", "checkpoint"], "no effect without --long"),
+        (["--long", "--activations", "hidden"], "Did you mean hidden_states?"),
+        (["--long", "--device", "sim:8MiB"], "sim has no speed of its own"),
         (["--model", "llama3b"], "Did you mean llama-3b?"),
         (["--device", "sim:8MiB", "--gpu-memory", "24GB"], "use GiB"),
         (["--steps", "0"], "--steps"),

@@ -15,6 +15,7 @@ from outsize.config.read import read_config
 from outsize.config.run import RunConfig
 from outsize.device.choose import choose_device
 from outsize.device.cpu import CpuDevice
+from outsize.device.sdp_kernel import KERNELS, allowed_kernels
 from outsize.forecast.forecast import forecast
 from outsize.model.build import overridden, require_positions
 from outsize.model.packed_attention import VARLEN
@@ -59,6 +60,26 @@ def test_models_that_need_a_mask_get_one_with_a_note(
     assert re.search(reason, message)
     with pytest.raises(ConfigError, match=f"cannot have {VARLEN}"):
         with_packed_attention(run(tmp_path, kind=kind, attn_implementation=VARLEN, **keys), device)
+
+
+def test_a_kernel_of_sdpa_is_for_sdpa(tmp_path: Path) -> None:
+    for keys in ({"sample_packing": True}, {"sample_packing": False, "attn_implementation": "eager"}):
+        with pytest.raises(ConfigError, match=r"sdp_kernel: flash is a kernel of sdpa, and attention is \w+\. Remove"):
+            assemble(run(tmp_path, sdp_kernel="flash", **keys))
+    with pytest.raises(ConfigError, match="cudnn is a kernel of CUDA GPUs, and this run computes on the CPU"):
+        assemble(run(tmp_path, sample_packing=False, sdp_kernel="cudnn", device="cpu"))
+    with pytest.raises(ConfigError, match=r"sdp_kernel: 'fast' is not .*auto"):
+        run(tmp_path, sdp_kernel="fast")
+
+
+def test_the_kernel_of_sdpa_holds_for_the_whole_run(tmp_path: Path) -> None:
+    """And `auto` gives torch its choice back."""
+    for name, attention in (("math", ""), ("flash", "flash"), ("auto", "flash")):
+        config = run(tmp_path / name, sample_packing=False, sdp_kernel=name, device="cpu")
+        assembled = assemble(config)
+        assert allowed_kernels() == (KERNELS if name == "auto" else (name,))
+        start(assembled, config)
+        assert assembled.trainer.engine.plan.attention == attention
 
 
 def test_attention_of_packed_rows_without_packing_is_refused(tmp_path: Path) -> None:

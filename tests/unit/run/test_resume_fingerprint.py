@@ -158,6 +158,7 @@ def test_datasets_in_another_order_or_number_are_refused(tmp_path: Path) -> None
         ),
         ({"max_steps": 9}, r"max_steps was 7 and is 9\. Set it back, or confirm the change with --set max_steps=9\."),
         ({"lr_scheduler": "linear"}, "--set lr_scheduler=linear"),
+        ({"sdp_kernel": "flash"}, "sdp_kernel was auto and is flash. Set it back, or confirm"),
         (
             {"micro_batch_size": 4, "gradient_accumulation_steps": 1},
             r"--set micro_batch_size=… and --set gradient_accumulation_steps=…",

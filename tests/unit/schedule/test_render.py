@@ -52,6 +52,14 @@ def test_equal_visits_share_one_row(case: Case) -> None:
     assert row(text, "stem") and row(text, "head")
 
 
+def test_tiles_are_named_by_kind_of_module(case: Case) -> None:
+    plan = plan_of(case)
+    assert "tiles" not in render(plan, case.graph, case.layout)
+    tiled = ("layers.0.mlp", "layers.0.norm", "layers.1.mlp", "layers.1.norm", "norm")
+    text = render(dataclasses.replace(plan, tile_tokens=8192, tiled=tiled), case.graph, case.layout)
+    assert "tiles of 8192 tokens in 5 modules: mlp, norm\n" in text
+
+
 def test_a_block_whose_chunks_live_apart_says_so() -> None:
     case = make_case(3, 4, numel=2**20)
     homes = ["host/host"] * len(case.layout.chunks)

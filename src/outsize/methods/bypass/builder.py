@@ -146,6 +146,15 @@ def layer_resizings(parts: LayerParts, change: Change) -> dict[str, Resizing]:
     return resizings(parts, _subblock(parts, change).kind, sizes_of(parts, change))
 
 
+def _scores(parts: LayerParts, scores: Mapping[str, Tensor], path: str) -> Tensor:
+    if path not in scores:
+        raise ModelUnsupported(
+            f"{parts.name}.{path}: no importance was measured for it, because its output projection or router was not "
+            "found. Set importance: truncate."
+        )
+    return scores[path]
+
+
 def _narrowed(
     parts: LayerParts, given: Mapping[str, Tensor], shapes: Shapes, importance: LayerImportance | None
 ) -> dict[str, Tensor]:
@@ -155,7 +164,7 @@ def _narrowed(
         unit = unit_of(parts.layer, name)
         widths[unit] = min(widths.get(unit, (was, now)), (was, now))
     keep = {
-        unit: kept(None if importance is None else importance.channels.get(unit), *width)
+        unit: kept(None if importance is None else _scores(parts, importance.channels, unit), *width)
         for unit, width in widths.items()
     }
     tensors = {name: given[name].clone() for name in shapes if name not in changes}
@@ -172,9 +181,9 @@ def _with_merged_heads(
     assert count is not None
     chosen = None
     if change.how != "average":
-        scores = importance.heads.get(_subblock(parts, change).module) if importance is not None else None
         chosen = torch.zeros(count, dtype=torch.int64)
-        if change.how == "select" and scores is not None:
+        if change.how == "select" and importance is not None:
+            scores = _scores(parts, importance.heads, _subblock(parts, change).module)
             chosen = scores.view(count, heads // count).argmax(1)
     changes = changed_dims(given, shapes)
     tensors = {name: given[name].clone() for name in shapes if name not in changes}
@@ -188,7 +197,8 @@ def _with_fewer_experts(
     parts: LayerParts, change: Change, given: Mapping[str, Tensor], shapes: Shapes, importance: LayerImportance | None
 ) -> dict[str, Tensor]:
     assert change.count is not None
-    scores = importance.experts.get(_subblock(parts, change).module) if importance is not None else None
+    path = _subblock(parts, change).module
+    scores = None if importance is None else _scores(parts, importance.experts, path)
     keep = kept(scores, parts.axes["experts"].size, change.count)
     changes = changed_dims(given, shapes)
     listed = _list_of_experts(given, shapes)

@@ -8,7 +8,7 @@
 Activations are seen where a matrix product reads an output projection, whether a module or a stack of experts does it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,40 +74,38 @@ class Importance:
         self._heads: _Heads | None = None
         if "num_key_value_heads" in parts.axes and parts.output is not None:
             self._heads = _Heads(parts)
-        self._router: _Router | None = None
+        self._routers: list[_Router] = []
+        """Matrices with a row for each expert. One of them makes logits; others are biases of experts."""
         if (experts := parts.axes.get("experts")) is not None:
             changes = resizings(parts, "ffn", {experts: experts.size - 1})
             weights = [parts.layer.state_dict(keep_vars=True)[name] for name in changes]
-            routers = [weight for weight in weights if weight.dim() == 2]
-            if len(routers) == 1:
-                self._router = _Router(routers[0], parts.shape.experts_per_token or 1)
+            per_token = parts.shape.experts_per_token or 1
+            self._routers = [_Router(weight, per_token) for weight in weights if weight.dim() == 2]
 
     @torch.no_grad()
     def run(self, call: LayerCall, hidden: Tensor, valid: Tensor | None) -> Tensor:
         """The layer's output. Adds to the scores what its sub-blocks do with the tokens, (rows, tokens), that are
         valid.
         """
-        watched: list[_Watched] = [*self._projections, *self._others()]
+        watched: list[_Watched] = [*self._projections, *self._routers]
+        watched += [self._heads] if self._heads is not None else []
         with _Watch(watched, None if valid is None else valid.flatten()):
             return run(self._parts.layer, call, hidden)
 
     def scores(self) -> LayerImportance:
         # Of a list of experts, some may have had no token.
-        is_ranked = not self._projections or any(one.num_seen for one in self._projections)
-        if not is_ranked or not all(one.num_seen for one in self._others()):
+        groups: list[Sequence[_Watched]] = [self._projections, self._routers, [self._heads] if self._heads else []]
+        if any(group and not any(one.num_seen for one in group) for group in groups):
             raise ModelUnsupported(
                 f"{self._parts.name}: no matrix product with its output projections or router was seen, so its "
                 "channels, heads or experts cannot be ranked. Set importance: truncate."
             )
-        subblocks = self._parts.subblocks
+        subblocks, router = self._parts.subblocks, next((one for one in self._routers if one.num_seen), None)
         return LayerImportance(
             {one.path: one.scores().float().cpu() for one in self._projections},
             {} if self._heads is None else {subblocks["attention"].module: self._heads.scores().float().cpu()},
-            {} if self._router is None else {subblocks["ffn"].module: self._router.scores().float().cpu()},
+            {} if router is None else {subblocks["ffn"].module: router.scores().float().cpu()},
         )
-
-    def _others(self) -> "list[_Watched]":
-        return [one for one in (self._heads, self._router) if one is not None]
 
 
 class _Watched:
@@ -123,8 +121,10 @@ class _Watched:
         is_part = self._first <= start < self._last and tensor.numel() <= self.weight.numel()
         return start - self._first if is_part and tensor.dtype == self.weight.dtype else None
 
-    def add(self, rows: Tensor, weight: Tensor, place: int, offsets: Tensor | None, result: Tensor, valid: Any) -> None:
-        """`rows`: what was multiplied with `weight`, a part or all of the matrix that begins at `place`."""
+    def add(self, rows: Tensor, weight: Tensor, place: int, offsets: Tensor | None, result: Tensor, valid: Any) -> bool:
+        """`rows`: what was multiplied with `weight`, a part or all of the matrix that begins at `place`. Returns
+        whether it counts.
+        """
         raise NotImplementedError
 
 
@@ -142,8 +142,7 @@ class _Watch(TorchFunctionMode):
                 for i, weight in enumerate(tensors):
                     if (place := watched.place_of(weight)) is not None and len(tensors) > 1:
                         rows = tensors[i - 1 if i else 1]
-                        watched.num_seen += 1
-                        watched.add(rows, weight, place, kwargs.get("offs"), result, self._valid)
+                        watched.num_seen += watched.add(rows, weight, place, kwargs.get("offs"), result, self._valid)
                         break
         return result
 
@@ -161,7 +160,7 @@ class _Projection(_Watched):
         weight = self.weight.detach() if self.weight.dim() == 3 else self.weight.detach().unsqueeze(0)
         return weight.movedim(self._dim + (self.weight.dim() == 2), 1).float()
 
-    def add(self, rows: Tensor, weight: Tensor, place: int, offsets: Tensor | None, result: Tensor, valid: Any) -> None:
+    def add(self, rows: Tensor, weight: Tensor, place: int, offsets: Tensor | None, result: Tensor, valid: Any) -> bool:
         if self.num_experts == 1 and self.weight.dim() == 2:
             self.count(0, _valid_rows(rows, valid))
         elif weight.dim() == 2:
@@ -174,6 +173,7 @@ class _Projection(_Watched):
         else:
             for expert, of_expert in enumerate(rows):
                 self.count(expert, of_expert)
+        return True
 
     def count(self, expert: int, rows: Tensor) -> None:
         raise NotImplementedError
@@ -247,12 +247,13 @@ class _Heads(_Watched):
         self._sums = torch.zeros(self._number, device=self.weight.device)
         self._tokens = 0
 
-    def add(self, rows: Tensor, weight: Tensor, place: int, offsets: Tensor | None, result: Tensor, valid: Any) -> None:
+    def add(self, rows: Tensor, weight: Tensor, place: int, offsets: Tensor | None, result: Tensor, valid: Any) -> bool:
         rows = _valid_rows(rows, valid)
         columns = self._matrix.detach().chunk(self._number, dim=1)
         for head, (part, own) in enumerate(zip(rows.chunk(self._number, dim=1), columns, strict=True)):
             self._sums[head] += (part @ own.T).float().norm(dim=-1).sum()
         self._tokens += len(rows)
+        return True
 
     def scores(self) -> Tensor:
         return self._sums / max(self._tokens, 1)
@@ -267,11 +268,14 @@ class _Router(_Watched):
         self._sums = torch.zeros(len(weight), device=weight.device)
         self._tokens = 0
 
-    def add(self, rows: Tensor, weight: Tensor, place: int, offsets: Tensor | None, result: Tensor, valid: Any) -> None:
+    def add(self, rows: Tensor, weight: Tensor, place: int, offsets: Tensor | None, result: Tensor, valid: Any) -> bool:
+        if result.shape[-1] != len(self.weight):
+            return False
         logits = _valid_rows(result, valid).float()
         top = logits.softmax(-1).topk(self._per_token, dim=-1)
         self._sums.index_add_(0, top.indices.flatten(), top.values.flatten())
         self._tokens += len(logits)
+        return True
 
     def scores(self) -> Tensor:
         return self._sums / max(self._tokens, 1)

@@ -34,17 +34,20 @@ def adaptive_ranks(
     prefix, layers = max(stacks, key=lambda stack: sum(p.numel() for p in stack[1].parameters()))
     found: list[list[Tensor]] = [[] for _ in layers]
 
-    def measure(into: list[Tensor]) -> Any:
+    def measure(number: int, into: list[Tensor]) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            before = args[0] if args else kwargs["hidden_states"]
+            before = args[0] if args else kwargs.get("hidden_states")
             after = output[0] if isinstance(output, tuple) else output
+            if not isinstance(before, Tensor) or not isinstance(after, Tensor) or before.shape != after.shape:
+                raise ConfigError(
+                    f"adaptive_ranks: the output of {prefix}.{number} has another shape than its input, so they cannot "
+                    "be compared. Set rank_pattern by hand."
+                )
             into.append(cosine_similarity(before.float(), after.float(), dim=-1).mean())
 
         return hook
 
-    hooks = [
-        layer.register_forward_hook(measure(into), with_kwargs=True) for layer, into in zip(layers, found, strict=True)
-    ]
+    hooks = [layer.register_forward_hook(measure(i, found[i]), with_kwargs=True) for i, layer in enumerate(layers)]
     was_training = model.training
     try:
         model.eval()(**batch)
@@ -52,6 +55,15 @@ def adaptive_ranks(
         model.train(was_training)
         for hook in hooks:
             hook.remove()
+    if (idle := [i for i, values in enumerate(found) if not values]) or not layers:
+        raise ConfigError(
+            f"adaptive_ranks: {prefix}.{idle[0] if idle else 0} did not run on this batch. Set rank_pattern by hand."
+        )
     similarity = torch.stack([torch.stack(values).mean() for values in found])
+    if not similarity.mean() > 0:
+        raise ConfigError(
+            f"adaptive_ranks: the mean similarity of the layers' inputs and outputs is {float(similarity.mean()):.3g}, "
+            "so shares of it say nothing. Set rank_pattern by hand."
+        )
     shares = least_frozen + similarity / similarity.mean() * (1 - unfreeze_rank_ratio - least_frozen)
     return {"^" + re.escape(f"{prefix}.{i}."): 1 - float(share.clamp(0, 1)) for i, share in enumerate(shares)}

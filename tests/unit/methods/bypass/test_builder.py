@@ -288,6 +288,19 @@ def test_a_student_of_a_layer_in_one_buffer_copies_its_own_weights_alone() -> No
         assert made(runs[one.learn]).isfinite().all()
 
 
+def test_missing_scores_are_not_taken_for_truncation() -> None:
+    parts, _ = first_layer(teacher("mixtral"))
+    none = LayerImportance({}, {}, {})
+    assert student(parts, variant("num_key_value_heads", 1), none)  # an average needs none
+    for one in (
+        variant("intermediate_size", 8),
+        variant("experts", 3),
+        variant("num_key_value_heads", 1, how="select"),
+    ):
+        with pytest.raises(ModelUnsupported, match="no importance was measured"):
+            student(parts, one, none)
+
+
 def test_settings_of_the_config_build_the_same_shapes() -> None:
     parts, _ = first_layer(teacher("llama"))
     fewer = Change(subblock="attention", kind="num_key_value_heads", count=2, how="average")

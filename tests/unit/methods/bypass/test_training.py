@@ -22,10 +22,14 @@ VARIANTS = [
 ]
 
 
-def trained(parts, runs, variants: list[Variant], steps: int = 3) -> dict[str, dict[str, Tensor]]:
+def trained(
+    parts, runs, variants: list[Variant], steps: int = 3, perturbed: tuple[str, ...] = ()
+) -> dict[str, dict[str, Tensor]]:
     device, spec = CpuDevice(), AdamW(betas=(0.9, 0.95), max_grad_norm=1.0)
     scratch = new_scratch(device, spec)
     students = {one.name: build_student(parts, one) for one in variants}
+    for param in (param for name in perturbed for param in students[name].parameters()):
+        param.data.add_(torch.randn_like(param))
     flats = {name: FlatModule(made, spec, device, scratch) for name, made in students.items()}
     for _ in range(steps):
         for one in variants:
@@ -38,11 +42,14 @@ def trained(parts, runs, variants: list[Variant], steps: int = 3) -> dict[str, d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_variants_do_not_see_one_another(dtype: torch.dtype) -> None:
-    """D14: with others added, removed and in another order, each has the same bits."""
+    """D14: with others added, removed, perturbed and in another order, each has the same bits."""
     parts, runs = first_layer(teacher("llama", dtype))
     together = trained(parts, runs, VARIANTS)
     others = trained(parts, runs, VARIANTS[:0:-1])
+    changed = trained(parts, runs, VARIANTS, perturbed=tuple(one.name for one in VARIANTS[1:]))
     for one in VARIANTS:
+        is_same = [torch.equal(value, together[one.name][key]) for key, value in changed[one.name].items()]
+        assert all(is_same) == (one is VARIANTS[0])
         for found in (trained(parts, runs, [one])[one.name], others.get(one.name, together[one.name])):
             assert all(torch.equal(value, together[one.name][key]) for key, value in found.items())
 

@@ -245,6 +245,33 @@ def test_quantized_models_whose_weights_are_not_in_linear_modules_are_refused() 
         find_targets(model, HALF)
 
 
+class Layers(nn.Module):
+    def __init__(self, layers: list[nn.Module], num_run: int) -> None:
+        super().__init__()
+        self.layers, self.num_run = nn.ModuleList(layers), num_run
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: self.num_run]:
+            x = layer(x)
+        return x
+
+
+def test_layers_that_cannot_be_compared_are_refused_by_adaptive_ranks() -> None:
+    x, square = torch.ones(2, 8), nn.Linear(8, 8, bias=False)
+    for layers, num_run, message in (
+        ([square, nn.Linear(8, 4)], 2, "output of layers.1 has another shape"),
+        ([square, nn.Linear(8, 8)], 1, r"layers\.1 did not run on this batch"),
+        ([nn.Sequential(nn.Identity(), Negated())] * 2, 2, "mean similarity .* is -1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            outsize.osft.adaptive_ranks(Layers(layers, num_run), {"x": x}, 0.5)
+
+
+class Negated(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return -x
+
+
 class Wrapped(Tensor):
     """Keeps its values in another tensor, in a dtype that it does not show, as quantized weights do."""
 
