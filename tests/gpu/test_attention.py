@@ -16,12 +16,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import outsize
 from outsize.activation.attention import is_attention, saves_attention
 from outsize.activation.strategies import offload_save_attention, recompute, recompute_save_attention
+from outsize.base.errors import ModelUnsupported
 from outsize.device.choose import choose_device
 from outsize.device.sdp_kernel import allowed_kernels, only_kernel
 from outsize.profile.attention_kernels import AttentionCall, timed_on
 from outsize.transfer.offloaded_tensors import OffloadedTensors
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deterministic")]
 OPERATORS = {
     "flash": "aten::_scaled_dot_product_flash_attention",
     "cudnn": "aten::_scaled_dot_product_cudnn_attention",
@@ -32,7 +33,7 @@ OPERATORS = {
 
 @pytest.fixture(autouse=True)
 def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # strictly, torch allows no cudnn
     yield
     torch.use_deterministic_algorithms(False)
     torch.cuda.empty_cache()
@@ -56,7 +57,7 @@ def model(kernel: str = "flash") -> nn.Module:
         intermediate_size=512,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=4 if kernel == "efficient" else 2,  # it has no grouped heads
         vocab_size=97,
         attn_implementation="outsize_varlen" if kernel == "varlen" else "sdpa",
     )
@@ -109,6 +110,12 @@ def test_the_kernel_runs_once_with_the_bits_of_recomputing(kernel: str) -> None:
             found, runs, can_save = trained(kernel, run)
             assert can_save and runs == {OPERATORS[kernel]: 2}
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_kernel_that_cannot_compute_the_model_is_named() -> None:
+    ids = torch.arange(2 * 128).view(2, 128) % 97
+    with only_kernel("efficient"), pytest.raises(ModelUnsupported, match="may use efficient alone"):
+        outsize.prepare(model().cpu(), {"input_ids": ids, "labels": ids}, device="cuda")
 
 
 def test_kernels_are_timed() -> None:

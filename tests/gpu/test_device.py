@@ -45,6 +45,27 @@ def test_the_memory_limit_and_the_threads_end_with_the_engine(end: str, limited:
     assert not own_threads() and torch.cuda.get_per_process_memory_fraction() == pytest.approx(limited)
 
 
+OTHER = (
+    "import torch; x = torch.empty(6 * 2**30, dtype=torch.uint8, device='cuda'); print('ready', flush=True); input()"
+)
+
+
+def test_memory_of_another_process_is_not_part_of_this_ones_budget() -> None:
+    device = choose_device("cuda")
+    before, free = device.overhead_bytes, device.free_bytes
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "ready\n"
+        try:
+            assert abs(device.overhead_bytes - before) < 2**29 and device.free_bytes < free - 6 * 2**30
+            model, batch = zoo.make("llama", torch.bfloat16), zoo.batch("llama")
+            engine = outsize.prepare(model, batch, device="cuda", gpu_memory="4GiB")
+            engine.detach()
+        finally:
+            other.communicate("\n")
+
+
 def test_a_plan_that_does_not_fit_leaves_the_limit_as_it_was(limited: float) -> None:
     with pytest.raises(PlanInfeasible):
         outsize.prepare(zoo.make("llama", torch.bfloat16), zoo.batch("llama"), device="cuda", gpu_memory="16MiB")

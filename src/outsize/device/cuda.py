@@ -29,6 +29,7 @@ from outsize.base.units import show_bytes
 from outsize.calibration.rates import Identity, machine_spec
 from outsize.device.arena import arena, pinned_arena
 from outsize.device.device import Device, Event, Meter
+from outsize.device.nvml import bytes_of_other_processes
 from outsize.device.timeline import Span
 from outsize.hardware.lanes import COPY_LANES, Lane
 from outsize.hardware.spec import ProcessOverhead
@@ -117,17 +118,23 @@ class CudaDevice(Device):
 
     @property
     def _outside(self) -> int:
-        """GPU memory used by other processes and by this process's context."""
+        """GPU memory of this process outside of the allocator: its context, with kernels and libraries. That of other
+        processes is included where NVML does not tell it.
+        """
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        return total - free - torch.cuda.memory_reserved(self.torch_device)
+        return max(0, total - free - torch.cuda.memory_reserved(self.torch_device) - self._of_others)
+
+    @property
+    def _of_others(self) -> int:
+        return bytes_of_other_processes(str(torch.cuda.get_device_properties(self.torch_device).uuid))
 
     @property
     def free_bytes(self) -> int:
-        return self._total - sum(self.budgets.values())
+        return self._total - self._of_others - sum(self.budgets.values())
 
     @property
     def _loaded(self) -> int:
-        """GPU memory of kernels loaded since the start. Includes what other processes have allocated since."""
+        """GPU memory of kernels loaded since the start."""
         return max(0, self._outside - self._at_start[0])
 
     @property
@@ -144,7 +151,7 @@ class CudaDevice(Device):
             return self._expected
         gc.collect()
         torch.cuda.empty_cache()
-        # Memory of other processes and tensors of the user are no overhead of later processes.
+        # Tensors of the user are no overhead of later processes.
         workspaces = torch.cuda.memory_allocated(self.torch_device) - self._at_start[1]
         return ProcessOverhead(
             code_bytes=min(self._loaded, _MOST_OVERHEAD_BYTES),
@@ -170,7 +177,7 @@ class CudaDevice(Device):
 
     def limit(self, num_bytes: int) -> None:
         """`num_bytes` is the total with the CUDA context. The allocator gets the rest, and other engines' budgets."""
-        self._limit = min(num_bytes + sum(self.budgets.values()), self._total)
+        self._limit = min(num_bytes + sum(self.budgets.values()), self._total - self._of_others)
         torch.cuda.set_per_process_memory_fraction(
             max(0.0, (self._limit - self._outside_soon) / self._total), self.torch_device
         )

@@ -21,6 +21,7 @@ _SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
 """By kernel: whether torch may use it, and the switch."""
 _ON_CPU = ("flash", "math")
 KERNELS = tuple(_SWITCHES)
+_NO_KERNEL = ("No available kernel", "No viable backend", "Invalid backend")
 _before: set[str] = set()
 """What was allowed before `use_sdp_kernel` chose one kernel. Empty: it has not."""
 
@@ -70,16 +71,16 @@ def kernels_on_shapes() -> Iterator[None]:
 
 @contextmanager
 def explaining_missing_kernel() -> Iterator[None]:
-    """torch's error if no allowed kernel can compute a model's attention, with the setting."""
+    """torch's errors if no allowed kernel can compute a model's attention, with the setting."""
     try:
         yield
     except RuntimeError as error:
-        if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
+        if not any(words in str(error) for words in _NO_KERNEL):
             raise
         raise ModelUnsupported(
             f"sdp_kernel: torch may use {', '.join(allowed_kernels()) or 'none'} alone, which cannot compute this "
-            "model's attention (a mask, dropout, a head dimension or a dtype that the kernel does not have). Set "
-            "sdp_kernel: auto."
+            "model's attention (a mask, dropout, grouped heads, a head dimension or a dtype that the kernel does not "
+            "have; cudnn also has no deterministic algorithms). Set sdp_kernel: auto."
         ) from error
 
 
