@@ -88,6 +88,7 @@ def test_the_commands_of_the_readme_exist() -> None:
     commands = {path.stem for path in (ROOT / "src/outsize/cli").glob("*.py")} - {
         "__init__",
         "main",
+        "imports",
         "legend",
         "options",
     }

@@ -74,6 +74,8 @@ without_dispatch_modes = find("torch.utils._python_dispatch._disable_current_mod
 """Real tensors inside a fake mode, unseen by other modes."""
 peek_functorch = find("torch._C._functorch.peek_interpreter_stack")
 """Not None inside of torch.func transforms."""
+is_traceable_wrapper_subclass = find("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
+"""Whether a tensor subclass consists of other tensors."""
 OpOverload = find("torch._ops.OpOverload")
 tree_leaves = find("torch.utils._pytree.tree_leaves")
 TensorBase = find("torch._C.TensorBase")

@@ -72,7 +72,7 @@ class Timm(nn.Module):
 
 @pytest.mark.parametrize(
     ("make", "batch", "where"),
-    [(Wrapped, zoo.batch("llama"), " in inner"), (Timm, {"x": torch.ones(2, 8)}, "")],
+    [(Wrapped, zoo.batch("llama"), " in inner.model"), (Timm, {"x": torch.ones(2, 8)}, "")],
     ids=["wrapped", "timm"],
 )
 def test_checkpointing_of_the_models_own_is_turned_off_with_a_note(

@@ -160,7 +160,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 def test_packed_rows(tmp_path: Path) -> None:
     """The teacher keeps documents apart too: its hidden states in a packed row are those of each document alone."""
-    yaml = write_run(tmp_path, "qwen3", sample_packing=True, sequence_len=160, max_steps=1)
+    yaml = write_run(tmp_path, "qwen3", sample_packing=True, sequence_len=128, max_steps=1)
     trainer = assemble(read_config(yaml)).trainer
     row = trainer.data_collator([trainer.train_dataset[0]])
     given = {name: value for name, value in row.items() if name != "labels"}
@@ -169,7 +169,12 @@ def test_packed_rows(tmp_path: Path) -> None:
     with torch.no_grad():
         packed = trainer._teacher.backbone(**given, use_cache=False).last_hidden_state[0]
         for start, stop in itertools.pairwise(starts):
-            alone = trainer._teacher.backbone(given["input_ids"][:, start:stop], use_cache=False).last_hidden_state[0]
+            one = {
+                "document_offsets": torch.tensor([0, stop - start], dtype=torch.int32),
+                "longest_document": stop - start,
+            }
+            ids = given["input_ids"][:, start:stop]
+            alone = trainer._teacher.backbone(ids, **one, use_cache=False).last_hidden_state[0]
             torch.testing.assert_close(packed[start:stop], alone, rtol=2e-2, atol=2e-2)
     losses, _, _ = train(yaml, "device=sim:16MiB", "save_steps=null")
     assert len(losses) == 1

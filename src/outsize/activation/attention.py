@@ -16,9 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from outsize.compat import TorchDispatchMode
+from outsize.compat import TorchDispatchMode, is_traceable_wrapper_subclass
 from outsize.transfer.offloaded_tensors import OffloadedTensors, PackedTensor
 from outsize.transfer.transfer_queue import Transfer
 

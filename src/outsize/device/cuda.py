@@ -38,6 +38,8 @@ _SLACK_BYTES = 64 * 2**20
 """Kept free beside the allocator's share: small plans lose a larger share to fragmentation."""
 _MOST_OVERHEAD_BYTES = 2**30
 """Upper bound of kernels and of workspaces. A decoder's take 240 and 64 MiB."""
+_READINGS = 5
+"""Attempts to read the GPU's memory while other processes do not allocate."""
 _HEAD_START_CYCLES = 40_000_000
 """About 20 ms: longer than launching a few layers takes."""
 
@@ -121,8 +123,12 @@ class CudaDevice(Device):
         """GPU memory of this process outside of the allocator: its context, with kernels and libraries. That of other
         processes is included where NVML does not tell it.
         """
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        return max(0, total - free - torch.cuda.memory_reserved(self.torch_device) - self._of_others)
+        for _ in range(_READINGS):
+            others = self._of_others
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            if others == self._of_others:  # none of them allocated between the two readings
+                break
+        return max(0, total - free - torch.cuda.memory_reserved(self.torch_device) - others)
 
     @property
     def _of_others(self) -> int:

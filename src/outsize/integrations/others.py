@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from outsize.base.errors import PlanInfeasible
 from outsize.base.log import log
 from outsize.base.units import parse_bytes, show_bytes
+from outsize.model.packed_attention import BOUNDARIES
 from outsize.runtime.engine import Engine
 from outsize.setup.prepare import prepare_as, prepare_forward_only
 from outsize.setup.request import PrepareRequest
@@ -256,7 +257,7 @@ def _run(model: nn.Module, batch: dict[str, Any]) -> None:
 def _inputs_of(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     """The inputs with which TRL's losses call a reference model, for a batch of the trained model."""
     known = inspect.signature(type(model).forward).parameters
-    kept = {name: value for name, value in batch.items() if name in known and name != "labels"}
+    kept = {name: value for name, value in batch.items() if name in {*known, *BOUNDARIES} - {"labels"}}
     ids = kept.get("input_ids")
     if not isinstance(ids, Tensor):
         return kept

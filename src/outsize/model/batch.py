@@ -103,7 +103,7 @@ class Input:
     """Only its shape is known: not whether a batch must have it, nor which flags were set with it."""
     whole_up_to: int = 0
     """A larger dimension of this input was cut into tiles (activation/tiles.py). One of up to so many is not, and may
-    cost more."""
+    cost more. 0: there are no tiles."""
 
     def covers(self, other: "Input") -> bool:
         """Whether `other` costs no more. Does not look at `is_irregular`."""
@@ -118,7 +118,7 @@ class Input:
 
     def crosses(self, size: int, most: int) -> bool:
         """Whether a dimension of this size is not cut into tiles, and one of `most` is."""
-        return size <= self.whole_up_to < most
+        return 0 < self.whole_up_to < most and size <= self.whole_up_to
 
 
 Signature = Mapping[str, Input]

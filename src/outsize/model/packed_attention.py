@@ -24,6 +24,8 @@ from outsize.compat import fake_tensor
 
 VARLEN = "outsize_varlen"
 """The name of the function as a value of `attn_implementation`."""
+BOUNDARIES = ("document_offsets", "longest_document")
+"""Arguments of a model's forward that it passes on to this attention (data/packing.py makes them)."""
 _MOST_HEAD_DIM = 256
 _INSTEAD = "Set attn_implementation: sdpa"
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

@@ -86,6 +86,8 @@ class Phases:
         self._is_finished = False
         self._open: Phase | None = None
         self._loss_phase: Phase | None = None
+        self._before: Phase | None = None
+        """What a loss runs before the model's first call: another model's forward."""
         self._level = 0
         self._start_mark: Any = None
         self._launch_start = 0.0
@@ -98,11 +100,18 @@ class Phases:
     def begin(self) -> None:
         self._first_level = self._read_level()
 
+    def begin_loss(self) -> None:
+        """A loss outside of the model begins. What it runs before the model's first call counts as part of that."""
+        self._before = Phase()
+        self._start(self._before)
+
     def finish(self) -> None:
         self.held_bytes = self._read_level() - self._first_level
         self._is_finished = True
         for phase, start, end in self._timed:
             phase.seconds = self._device.between(start, end)
+        if self._before is not None and self.forward:
+            _prepend(self._before, self.forward[0])
 
     def take_minimum(self, synchronized: "Phases") -> None:
         """Take the minimum of two timing passes: this one with the CPU ahead, the other synchronized before each phase.
@@ -123,6 +132,8 @@ class Phases:
             phase.seconds *= factor
 
     def open_forward(self) -> None:
+        if self._before is not None and not self.forward:
+            self._end(self._before)
         self.forward.append(ForwardPhase())
         self._now = ("forward", len(self.forward) - 1)
         self._start(self.forward[-1])
@@ -272,6 +283,15 @@ class Phases:
             self._last_level = self._read_level()
             phase.delta_bytes = self._last_level - self._level
         self._open = None
+
+
+def _prepend(first: Phase, phase: Phase) -> None:
+    """Add an earlier phase to a phase."""
+    phase.peak_bytes = max(first.peak_bytes, first.delta_bytes + phase.peak_bytes)
+    phase.delta_bytes += first.delta_bytes
+    phase.seconds += first.seconds
+    phase.launch_seconds += first.launch_seconds
+    phase.ran_ahead = phase.ran_ahead and first.ran_ahead
 
 
 def bytes_of_phases(phases: Phases, call: int) -> dict[str, Any]:

@@ -411,6 +411,7 @@ class Tracer:
         the outputs if the model makes the loss."""
         batch = map_tensors(lambda t: t, self.batch)  # every pass begins with unchanged containers
         if self.loss is not None:
+            run.phases.begin_loss()
             loss = self.loss(self.model, batch)
             run.phases.forward_returned()
             return loss, batch

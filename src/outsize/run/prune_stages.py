@@ -187,17 +187,17 @@ class PruneStages:
         def after_step(steps: int) -> bool:
             active = [trainee for trainee in trainees if trainee.progress.step == steps]
             if steps % self._eval_every == 0 or steps == self._setup.num_steps:
-                self._evaluate(training, active)
+                self._validate(training, active)
             must_stop = self._should_stop()
             if must_stop or (self._save_every and steps % self._save_every == 0):
                 for trainee in active:
                     self._save(layer, trainee)
             return must_stop
 
-        self._evaluate(training, [trainee for trainee in trainees if not trainee.progress.step])
+        self._validate(training, [trainee for trainee in trainees if not trainee.progress.step])
         return training.train(trainees, after_step=after_step, writes=writes)
 
-    def _evaluate(self, training: LayerTraining, trainees: list[Trainee]) -> None:
+    def _validate(self, training: LayerTraining, trainees: list[Trainee]) -> None:
         if not trainees or not training.num_validation:
             return
         for trainee, loss in zip(trainees, training.evaluate(trainees), strict=True):

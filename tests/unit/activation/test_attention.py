@@ -14,6 +14,7 @@ from outsize.activation import attention
 from outsize.activation.attention import is_attention, saves_attention
 from outsize.activation.strategies import offload, offload_save_attention, recompute, recompute_save_attention
 from outsize.base.units import ALIGN_BYTES
+from outsize.compat import current_dispatch_modes
 from outsize.model.packed_attention import packed_attention
 from outsize.transfer.offloaded_tensors import OffloadedTensors
 
@@ -219,7 +220,7 @@ def test_a_layer_that_is_itself_attention_and_an_exception() -> None:
                 raise RuntimeError("the layer breaks down")
             return x + out.transpose(1, 2).reshape(2, TOKENS, WIDTH)
 
-    layer = Itself()
+    layer, modes = Itself(), current_dispatch_modes()
     assert Found(layer, recompute_save_attention) == Found(layer, recompute)
     assert attention._modules[layer] == ("",)
     layer.fails = True
@@ -227,7 +228,7 @@ def test_a_layer_that_is_itself_attention_and_an_exception() -> None:
         with pytest.raises(RuntimeError):
             Found(case, recompute_save_attention)
         assert all("forward" not in module.__dict__ for module in case.modules())
-    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    assert current_dispatch_modes() == modes
 
 
 def test_a_shared_and_a_nested_module_record_once() -> None:

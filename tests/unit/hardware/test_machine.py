@@ -184,7 +184,7 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         lookup(str(path))
     text = str(caught.value)
-    given = ("name", "gpu_bytes", "h2d_bytes_per_second")
+    given = ("name", "gpu_bytes", "h2d_bytes_per_second", "flops")  # a misspelt key is one problem, and not missing too
     missing = [
         field.name
         for field in dataclasses.fields(HardwareSpec)
