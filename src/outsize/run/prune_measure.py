@@ -129,6 +129,7 @@ class _Run:
         active = [trainee] if trainee is not None else []
         seconds, start = [], device.mark()
         with device.meter() as meter:
+            meter.reset_peak()
             for place in range(_BATCHES):
                 start = device.mark()
                 training.run_batch(place, active, writes=True)
@@ -149,6 +150,7 @@ class _Run:
         setup = self._setup
         assert setup.prune.importance != "truncate"
         with self._device.meter() as meter:
+            meter.reset_peak()
             importance = Importance(setup.parts[self._layer], setup.prune.importance)
             for place in range(_BATCHES):
                 batch = self._batch(place)
