@@ -120,7 +120,8 @@ class FlatModule:
     @torch.no_grad()
     def apply(self, norm: float, lr: float) -> Stepped:
         """Clip and apply the accumulated gradients, and clear them. `norm`: what `measure` gave. Raises
-        NonFiniteGradient with `nonfinite="raise"`; nothing is changed then. A parameter without gradient is not touched.
+        NonFiniteGradient with `nonfinite="raise"`; nothing is changed then. A parameter without gradient is not
+        touched.
         """
         names = [name for name in self._shapes if name in self._accumulated]
         self.discard()

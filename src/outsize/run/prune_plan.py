@@ -164,9 +164,11 @@ def _grouped(
 
 
 def _host_bytes(cost: LayerCost, *, keeps_best: bool) -> int:
-    """The layer as it is read, a variant as it is made, and the best weights of all variants."""
+    """The layer as it is read, and all variants as they are made from it; later their best weights, and one of them as
+    it is replaced.
+    """
     weights = [variant.weight_bytes for variant in cost.variants]
-    return cost.weight_bytes + max(weights, default=0) + (sum(weights) if keeps_best else 0)
+    return sum(weights) + max(cost.weight_bytes, max(weights, default=0) if keeps_best else 0)
 
 
 def _saved(cost: LayerCost) -> int:
