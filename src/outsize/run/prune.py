@@ -69,7 +69,7 @@ def _run(setup: PruneSetup, console: Console, folder: Path, *, dry_run: bool) ->
     if text := set_threads(setup.stack.model, tokens, setup.device, None):
         say(text)
     scratch = new_scratch(setup.device, setup.optimizer)
-    costs = layer_costs(setup, scratch)
+    costs = layer_costs(setup, scratch, folder)
     made = _plan(setup, costs, folder)
     say(plan_text(setup, made))
     if dry_run:

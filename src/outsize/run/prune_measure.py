@@ -3,7 +3,11 @@
 One layer of each structure is measured, with one variant at a time, so this fits wherever the run fits.
 """
 
+import os
+import tempfile
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +27,8 @@ from outsize.transfer.batch_cache import BatchCache
 
 _BATCHES = 3
 """From the second one on, the hidden state of the batch before is still on its way to the host."""
+_WRITTEN = 64 * 2**20
+"""Bytes, to measure the disk with."""
 _STEPS = 3
 """The first one may compile the optimizer."""
 
@@ -34,23 +40,42 @@ class _Measured:
     step_seconds: float
 
 
-def layer_costs(setup: PruneSetup, scratch: Scratch) -> list[LayerCost]:
+def layer_costs(setup: PruneSetup, scratch: Scratch, folder: Path) -> list[LayerCost]:
+    """`folder`: where the library will be."""
     kinds: dict[tuple[str, tuple[Variant, ...]], list[int]] = {}
     for layer, variants in setup.variants.items():
         kinds.setdefault((setup.stack.layers[layer].structure, variants), []).append(layer)
-    return [_measure(setup, tuple(layers), scratch) for layers in kinds.values()]
+    write_seconds = 0.0 if setup.device.is_simulated else _write_seconds(folder)
+    return [_measure(setup, tuple(layers), scratch, write_seconds) for layers in kinds.values()]
 
 
-def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch) -> LayerCost:
+def _write_seconds(folder: Path) -> float:
+    """Of a byte that is written and synced."""
+    started = time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_WRITTEN))
+        file.flush()
+        os.fsync(file.fileno())
+    return (time.perf_counter() - started) / _WRITTEN
+
+
+def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch, write_seconds: float) -> LayerCost:
+    """`write_seconds`: of a byte."""
     layer, parts, device = layers[0], setup.parts[layers[0]], setup.device
     params = list(parts.layer.parameters())
+    marks = [time.perf_counter()]
     setup.teacher.load(params)
+    marks.append(time.perf_counter())
     variants = [variant for variant in setup.variants[layer] if variant.is_trained]
     with device.on_host():
         students = [build_student(parts, variant) for variant in variants]
         weight_bytes = [sum(tensor.nbytes for tensor in student.layer_tensors().values()) for student in students]
         arguments = dict(setup.widest)
+    marks.append(time.perf_counter())
     setup.teacher.place(params)
+    marks.append(time.perf_counter())
+    load_seconds, make_seconds = marks[1] - marks[0] + marks[3] - marks[2], marks[2] - marks[1]
+    make_seconds += sum(weight_bytes) * write_seconds
     try:
         cache = BatchCache(device, [setup.hidden] * _BATCHES)
         run = _Run(setup, layer, cache, arguments)
@@ -60,7 +85,9 @@ def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch) -> La
         found = []
         for variant, student, weights in zip(variants, students, weight_bytes, strict=True):
             numels = student_numels(parts, variant)
+            started = time.perf_counter()
             flat = FlatModule(student, setup.optimizer, device, scratch)
+            make_seconds += time.perf_counter() - started
             trainee = Trainee(variant, student, flat, Progress(), device=device, accumulate=_BATCHES)
             measured = run.measure(trainee)
             found.append(
@@ -87,6 +114,8 @@ def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch) -> La
         importance_bytes=importance,
         teacher_seconds=teacher.seconds,
         variants=tuple(found),
+        load_seconds=0.0 if device.is_simulated else load_seconds,
+        make_seconds=0.0 if device.is_simulated else make_seconds,
     )
 
 
