@@ -1,5 +1,6 @@
 """One run of `outsize prune`: checks, the plan, importance and training, and what is shown of them."""
 
+import gc
 import os
 import shutil
 import time
@@ -103,6 +104,7 @@ def _plan(setup: PruneSetup, costs: Sequence[LayerCost], folder: Path) -> PruneP
     device, config, prune = setup.device, setup.config, setup.prune
     total, fixed = setup.gpu_bytes, setup.fixed_bytes
     device.limit(total)  # the allocator's overhead is a share of the limit
+    gc.collect()  # what was measured is no overhead
     share = device.spec.allocator_share if device.is_gpu else 0.0
     # What is on a GPU already counts as overhead until the device is opened.
     overhead = device.overhead_bytes - (fixed if device.is_gpu else 0) - int(total * share)

@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch, write
         teacher = run.measure(None)
         importance = run.measure_importance() if setup.num_calibration else 0
         found = []
-        for variant, student, weights in zip(variants, students, weight_bytes, strict=True):
+        for variant, weights in zip(variants, weight_bytes, strict=True):
+            student = students.pop(0)  # only this one is on the device
             numels = student_numels(parts, variant)
             started = time.perf_counter()
             flat = FlatModule(student, setup.optimizer, device, scratch)
@@ -103,7 +105,7 @@ def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch, write
                     step_seconds=measured.step_seconds,
                 )
             )
-            del flat, trainee
+            del flat, trainee, student
         cache.close()
     finally:
         setup.teacher.release(params)
@@ -156,15 +158,15 @@ class _Run:
             num_validation=0,
         )
         active = [trainee] if trainee is not None else []
-        seconds, start = [], device.mark()
         with device.meter() as meter:
             meter.reset_peak()
+            marks = [device.mark()]
             for place in range(_BATCHES):
-                start = device.mark()
                 training.run_batch(place, active, writes=True)
-                seconds.append(device.between(start, device.mark()))
+                marks.append(device.mark())  # nothing waits: a batch is launched while the one before runs
             self._cache.finish()
             peak = meter.peak()
+        seconds = [device.between(*pair) for pair in pairwise(marks)]
         steps = []
         for step in range(_STEPS if trainee is not None else 0):
             start = device.mark()
