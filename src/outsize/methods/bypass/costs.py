@@ -15,7 +15,7 @@ from outsize.device.device import Device
 from outsize.methods.bypass.pruned_config import LayerChange, Part, PartPlace, pruned_config, with_layers
 from outsize.model.pruned import pruned_class
 
-_DECODED = 8
+_DECODED = 16
 """Tokens that are decoded one by one to time one of them."""
 _REPEATS = 5
 
