@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -101,6 +102,7 @@ def prune_case(name: str, case: Case, *, tiny: bool) -> dict[str, Any]:
     text = io.StringIO()
     with watched() as seen:
         outcome = prune.prune_run(config, Console(file=text, width=200))
+    shutil.rmtree(config.output_dir)  # gigabytes
     plan, reports = outcome.plan, seen.reports
     layers, pruned = named_config(case.model).num_hidden_layers, len(case.pruned)
     train, tokens = sum(report.seconds for report in reports), reports[0].tokens

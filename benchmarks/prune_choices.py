@@ -3,7 +3,9 @@
 import dataclasses
 import gc
 import io
+import shutil
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from benchmarks.shapes import named_config
 from outsize.config.prune_target import PruneTarget
 from outsize.config.run import RunConfig
 from outsize.methods.bypass import score
+from outsize.methods.bypass.choose import Choice, Limit, Option
 from outsize.methods.bypass.costs import Use
+from outsize.run import prune_choice
 from outsize.run.prune import prune_run
 from outsize.run.prune_assemble import Assembly
 from outsize.run.prune_choice import Choosing
@@ -27,6 +31,7 @@ from outsize.run.prune_scores import Pick, Scoring, Variants
 from outsize.run.prune_setup import set_up
 from outsize.run.teacher import Teacher
 from outsize.run.train import train_run
+from outsize.transfer.batch_cache import BatchCache
 
 FEW = 8
 """Layers of the 8B shape that are scored and distilled."""
@@ -72,13 +77,17 @@ def scores_case(*, tiny: bool) -> dict[str, Any]:
         singles = [_scored(scoring, [pick]) for pick in picks[:: max(1, len(picks) // 4)]][:4]
     finally:
         setup.teacher.close()
+        shutil.rmtree(folder)  # gigabytes
     layers, each = len(setup.stack.layers), len(picks) // len(setup.stack.layers)
-    run_s = (whole["pass_s"] - whole["load_s"] - whole["make_s"]) / _runs(layers, each)
+    run_s = (whole["pass_s"] - whole["load_s"] - whole["make_s"] - whole["cache_s"]) / _runs(layers, each)
     load_s, make_s = whole["load_s"] / layers, whole["make_s"] / len(picks)
     head_s = whole["compare_s"] / (1 + len(picks))
     single_s = sum(one["all_s"] for one in singles) / len(singles)
     full = named_config("tiny" if tiny else "llama-8b").num_hidden_layers
     of_one = full * run_s + head_s + make_s
+    cache_s = whole["cache_s"] / (1 + len(picks))
+    one_pass_s = full * load_s + _runs(full, each) * run_s + full * each * make_s
+    one_pass_s += (1 + full * each) * (head_s + cache_s)
     return {
         "tokens": scoring.tokens,
         "layers": f"{layers} of {full}, extrapolated",
@@ -89,8 +98,9 @@ def scores_case(*, tiny: bool) -> dict[str, Any]:
         "head_s": head_s,
         "load_layer_s": load_s,
         "make_variant_s": make_s,
+        "cache_s": whole["cache_s"],
         "gpu_reserved_gib": None if reserved is None else reserved / GiB,
-        "all_layers_one_pass_s": full * load_s + each * full * (make_s + head_s) + head_s + _runs(full, each) * run_s,
+        "all_layers_one_pass_s": one_pass_s,
         "all_layers_each_alone_s": full * each * (of_one + full * load_s),
         "all_layers_each_alone_resident_s": full * each * of_one,
     }
@@ -103,7 +113,7 @@ def _runs(layers: int, variants: int) -> int:
 
 def _scored(scoring: Scoring, picks: list[Pick]) -> dict[str, float]:
     """Seconds of one call, and of its stages."""
-    found = dict.fromkeys(("pass_s", "compare_s", "load_s", "make_s"), 0.0)
+    found = dict.fromkeys(("pass_s", "compare_s", "load_s", "make_s", "cache_s"), 0.0)
 
     def timed(key: str, function: Any) -> Any:
         def call(*args: Any, **settings: Any) -> Any:
@@ -122,6 +132,7 @@ def _scored(scoring: Scoring, picks: list[Pick]) -> dict[str, float]:
             (Teacher, "load", "load_s"),
             (Teacher, "place", "load_s"),
             (Variants, "student", "make_s"),
+            (BatchCache, "__init__", "cache_s"),
         ):
             before = getattr(owner, name)
             stack.callback(setattr, owner, name, before)
@@ -139,12 +150,14 @@ def costs_case(*, tiny: bool) -> dict[str, Any]:
     setup, folder = set_up(config), Path(config.output_dir)
     try:
         names = [f"{layer:03d}/{variant.name}" for layer, each in setup.variants.items() for variant in each]
-        scores = {name: 1.0 + 0.1 * (number % 7) for number, name in enumerate(names)}
+        scores = dict.fromkeys(names, 1.0)
         started = time.perf_counter()
         choosing = Choosing(setup, scores, use, timed=True)
         measured_s = time.perf_counter() - started
-        target = PruneTarget(params={"max_share": 0.7}, batch=use.batch, context=use.context, decoded=use.decoded)
-        chosen = choosing.choose(target)
+        with ExitStack() as stack:
+            stack.callback(setattr, prune_choice, "choose", prune_choice.choose)
+            prune_choice.choose = _mixed
+            chosen = choosing.choose(PruneTarget(params={"max_share": 0.7}))
         variants = Variants(setup, Library(folder), StoredImportance(setup, folder))
         design = Assembly(variants, chosen.variants, choosing.places)._design(None)
         teacher: Any = setup.stack.model
@@ -154,7 +167,7 @@ def costs_case(*, tiny: bool) -> dict[str, Any]:
         setup.teacher.close()
     del variants, design, teacher, choosing, setup
     gc.collect()
-    found: dict[str, Any] = {"costs_s": measured_s, "form": "of the chosen model", "score": chosen.choice.score}
+    found: dict[str, Any] = {"costs_s": measured_s}
     for name, predicted in (("teacher", chosen.teacher), ("chosen", chosen.predicted)):
         kind, of_model = made[name]
         built = _built(kind, of_model, dtype, device.torch_device, use)
@@ -164,6 +177,19 @@ def costs_case(*, tiny: bool) -> dict[str, Any]:
             scale = GiB if cost == "memory" else 1
             found[f"planned_{name}_{key}"] = predicted[cost] / scale
     return found
+
+
+def _mixed(options: Sequence[Option], limits: Sequence[Limit], *, time_limit: float = 0.0) -> Choice:
+    """Something from all variants, without a solver, which the machine may not have."""
+    groups: dict[str, list[Option]] = {}
+    for option in options:
+        groups.setdefault(option.group, []).append(option)
+    picks = [some[number // 2 % len(some)] for number, some in enumerate(groups.values())]
+    costs: dict[str, float] = {}
+    for pick in picks:
+        for name, value in pick.costs.items():
+            costs[name] = costs.get(name, 0.0) + value
+    return Choice({pick.group: pick.name for pick in picks}, 0.0, costs, 0.0)
 
 
 @torch.no_grad()
@@ -221,4 +247,5 @@ def distill_case(*, tiny: bool) -> dict[str, Any]:
         found[f"{name}_tokens_per_s"] = outcome.tokens_per_second
         found[f"{name}_gpu_peak_gib"] = outcome.gpu_peak_bytes / GiB
         gc.collect()
+        shutil.rmtree(config.output_dir)
     return found

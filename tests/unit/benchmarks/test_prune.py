@@ -43,7 +43,7 @@ def test_costs_are_those_of_the_models_that_are_built(tmp_path: Path) -> None:
         for key in ("params", "memory_gib"):
             assert found[f"{name}_{key}"] == found[f"planned_{name}_{key}"]
         assert found[f"{name}_latency_s"] > 0 and found[f"planned_{name}_latency_s"] > 0
-    assert found["chosen_params"] <= 0.7 * found["teacher_params"]
+    assert found["chosen_params"] < 0.8 * found["teacher_params"]
 
 
 @pytest.mark.parametrize("tied", [False, True])
