@@ -19,9 +19,12 @@ from benchmarks.prune_models import model_folder, run_config
 from benchmarks.shapes import named_config
 from outsize.hardware.host import peak_rss_bytes
 from outsize.model.stack import LayerStack
-from outsize.run import prune
+from outsize.run import prune, prune_stages
 from outsize.run.prune_importance import StoredImportance
+from outsize.run.prune_library import Library
 from outsize.run.prune_stages import LayerReport, PruneStages
+from outsize.run.teacher import Teacher
+from outsize.transfer.batch_cache import BatchCache
 
 GiB = 2**30
 TINY_DEVICE = "sim:1GiB"
@@ -122,6 +125,10 @@ def prune_case(name: str, case: Case, *, tiny: bool) -> dict[str, Any]:
         "planned_stages_s": (plan.importance_seconds + plan.seconds) or None,
         "importance_s": seen.importance_s,
         "replay_s": seen.replay_s,
+        "load_s": seen.load_s,
+        "make_s": seen.make_s,
+        "store_s": seen.store_s,
+        "cache_s": seen.cache_s,
         "all_layers_h": seen.stages_s / pruned * layers / 3600 if passed == pruned else None,
         "tokens_variants_per_s": tokens * variants / train,
         "model_flops": sum(report.flops for report in reports) / train,
@@ -147,7 +154,11 @@ class Seen:
     replay_s: float = 0.0
     importance_s: float = 0.0
     stages_s: float = 0.0
-    """Importance and training."""
+    """Importance and training; of it, in which nothing is trained:"""
+    load_s: float = 0.0
+    make_s: float = 0.0
+    store_s: float = 0.0
+    cache_s: float = 0.0
     host_before_bytes: int = 0
     host_bytes: int = 0
     """Peak of the process in both stages."""
@@ -180,6 +191,7 @@ def watched() -> Iterator[Seen]:
 
     def running(self: PruneStages) -> bool:
         seen.host_before_bytes = _begin_peak()
+        seen.load_s = seen.make_s = seen.store_s = seen.cache_s = 0.0  # measuring and the replay were before
         finished: bool = run(self)
         seen.host_bytes = peak_rss_bytes()
         if torch.cuda.is_available():
@@ -194,6 +206,12 @@ def watched() -> Iterator[Seen]:
             (PruneStages, "run", running),
             (StoredImportance, "measure", timed("importance_s", StoredImportance.measure)),
             (LayerStack, "check_replay", timed("replay_s", LayerStack.check_replay)),
+            (Teacher, "load", timed("load_s", Teacher.load)),
+            (Teacher, "place", timed("load_s", Teacher.place)),
+            (prune_stages, "build_student", timed("make_s", prune_stages.build_student)),
+            (prune_stages, "FlatModule", timed("make_s", prune_stages.FlatModule)),
+            (Library, "finish", timed("store_s", Library.finish)),
+            (BatchCache, "__init__", timed("cache_s", BatchCache.__init__)),
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, changed)

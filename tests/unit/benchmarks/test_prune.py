@@ -34,6 +34,8 @@ def test_pruning_runs_are_measured_and_keep_to_their_plans(tmp_path: Path) -> No
     for row in (few, one):
         assert row["is_finished"] and 0 <= row["planned_gpu_peak_gib"] - row["gpu_peak_gib"] < 1e-5
         assert 0 < row["importance_s"] < row["stages_s"] and row["replay_s"] > 0 and row["host_gib"] > 0
+        parts = [row[f"{key}_s"] for key in ("load", "make", "store", "cache")]
+        assert all(seconds > 0 for seconds in parts) and sum(parts) < row["stages_s"]
     assert plain["variants"] == 12 and plain["tokens_variants_per_s"] > 0 and plain["losses_finite"]
 
 
