@@ -3,15 +3,22 @@
 Run with CUBLAS_WORKSPACE_CONFIG=:4096:8, as torch's deterministic mode asks for.
 """
 
+import dataclasses
+import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pruned
 import pytest
 import torch
 from kinds.text import DECODERS, STATE_SPACES
 from pruning import student, variant
+from rich.console import Console
 from torch import Tensor, nn
 
+from benchmarks.prune_models import model_folder, run_config
+from outsize.base.errors import PlanInfeasible
 from outsize.device.choose import choose_device
 from outsize.device.device import Device
 from outsize.methods.bypass.importance import Importance, LayerImportance
@@ -23,6 +30,7 @@ from outsize.model.stack import LayerStack, run
 from outsize.optim.adamw import AdamW
 from outsize.optim.flat import FlatModule, new_scratch
 from outsize.reference import AdamW as Reference
+from outsize.run.prune import PruneOutcome, prune_run
 
 pytestmark = pytest.mark.gpu
 KINDS = ("llama", "qwen3", "gpt2", "gemma3", "phi3", "mixtral", "gpt-oss", "deepseek-v3", "mamba2", "cohere2")
@@ -104,3 +112,46 @@ def test_scores_are_those_of_the_cpu(kind: str, method: Any, device: Device) -> 
             assert (one.flatten() - other.flatten()).abs().mean() < 1
         else:
             assert torch.allclose(one, other, rtol=1e-2, atol=1e-6), name
+
+
+def pruned_with(
+    folder: Path, out: str, gpu_memory: str, *, host_memory: str = "8GiB", dry_run: bool = False, **keys: Any
+) -> PruneOutcome:
+    model = model_folder(folder / "model", "llama-1b", layers=2, vocab_size=2048)
+    variants = {"intermediate_size": [6592, 1728], "num_key_value_heads": [2], "keep": "latest", "keep_optimizer": True}
+    config = run_config(
+        folder,
+        model,
+        rows=4,
+        seq=256,
+        tokens=8192,
+        gpu_memory=gpu_memory,
+        host_memory=host_memory,
+        prune={"tokens": 8192, "importance_tokens": 2048, **variants, **keys},
+    )
+    config = dataclasses.replace(config, output_dir=str(folder / out))
+    return prune_run(config, Console(file=io.StringIO()), dry_run=dry_run)
+
+
+def least_with(folder: Path) -> int:
+    try:
+        pruned_with(folder, "least", "1KiB", dry_run=True)
+    except PlanInfeasible as error:  # not held: its frames have tensors
+        return error.needed_bytes
+    raise AssertionError("it fits")
+
+
+def test_runs_keep_to_their_plans_and_to_their_bits(tmp_path: Path) -> None:
+    """In one group and in several, with hidden states in host memory and in a file."""
+    roomy = pruned_with(tmp_path, "roomy", "16GiB")
+    tight = pruned_with(tmp_path, "tight", f"{least_with(tmp_path) + 2**26}B")
+    assert tight.plan.num_groups > roomy.plan.num_groups == 1
+    for outcome in (roomy, tight):
+        assert outcome.is_finished and outcome.gpu_peak_bytes == pytest.approx(outcome.plan.gpu_bytes, rel=0.03)
+        assert outcome.plan.seconds > 0
+    expected = pruned.library(tmp_path / "roomy")
+    pruned.require_equal(pruned.library(tmp_path / "tight"), expected)
+    less = f"{roomy.plan.host_bytes - 1}B"
+    in_file = pruned_with(tmp_path, "in_file", "16GiB", host_memory=less, cache_dir=str(tmp_path / "cache"))
+    assert in_file.plan.in_file
+    pruned.require_equal(pruned.library(tmp_path / "in_file"), expected)

@@ -193,13 +193,14 @@ class CudaDevice(Device):
             self._limit = self._total
             torch.cuda.set_per_process_memory_fraction(self._given_fraction, self.torch_device)
 
-    def open(self, owner: int, budget_bytes: int) -> None:
-        super().open(owner, budget_bytes)
+    def open(self, owner: int, budget_bytes: int, held_bytes: int = 0) -> None:
+        super().open(owner, budget_bytes, held_bytes)
         torch.cuda.empty_cache()
         self.trial_peak_bytes = torch.cuda.max_memory_allocated(self.torch_device)
         if len(self.budgets) == 1:
             self._workspaces = max(
-                torch.cuda.memory_allocated(self.torch_device), self._at_start[1] + self._expected.workspace_bytes
+                torch.cuda.memory_allocated(self.torch_device) - held_bytes,
+                self._at_start[1] + self._expected.workspace_bytes,
             )
         self._has_opened = True
         torch.cuda.reset_peak_memory_stats(self.torch_device)

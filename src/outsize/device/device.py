@@ -240,8 +240,8 @@ class Device(ABC):
 
     # Engines.
 
-    def open(self, owner: int, budget_bytes: int) -> None:
-        """Register an engine with its GPU budget."""
+    def open(self, owner: int, budget_bytes: int, held_bytes: int = 0) -> None:
+        """Register an engine with its GPU budget. `held_bytes`: device memory that it has already."""
         self.budgets[owner] = budget_bytes
 
     def close(self, owner: int) -> None:

@@ -108,8 +108,8 @@ class SimDevice(CpuDevice):
     def on_host(self) -> AbstractContextManager[None]:
         return self.observer.paused()
 
-    def open(self, owner: int, budget_bytes: int) -> None:
-        super().open(owner, budget_bytes)
+    def open(self, owner: int, budget_bytes: int, held_bytes: int = 0) -> None:
+        super().open(owner, budget_bytes, held_bytes)
         if len(self.budgets) == 1:
             push_mode(self.observer)
             # No action of an earlier engine is in flight, and its buffers' addresses may be reused.

@@ -7,7 +7,7 @@ their arguments (the keys of another layer, say).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -115,11 +115,14 @@ class LayerStack:
 
     @torch.no_grad()
     def check_replay(self, arguments: Mapping[str, Any]) -> None:
-        """Run the model's forward, and each layer alone on the hidden state that it got there. Raise ModelUnsupported
-        with the name of the first layer that returns other bits.
+        """Run the model's forward up to its head, and each layer alone on the hidden state that it got there. Raise
+        ModelUnsupported with the name of the first layer that returns other bits.
         """
         calls = self.capture(arguments).calls
-        with self._ready(), ExitStack() as weights, ExitStack() as hooks:
+        head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None  # type: ignore[operator]
+        with ExitStack() as hooks, self._ready(), ExitStack() as weights, suppress(_Stop):
+            if isinstance(head, nn.Module):  # its logits may be larger than all else
+                hooks.callback(head.register_forward_pre_hook(_stop, prepend=True).remove)
             replay = _Replay(calls, self._materialized, weights)
             for i, layer in enumerate(self.layers):
                 for handle in replay.hooks(i, layer):
@@ -211,6 +214,10 @@ def valid_tokens(arguments: Mapping[str, Any]) -> Tensor | None:
 
 class _Stop(Exception):
     """Ends a forward whose last layer has been called."""
+
+
+def _stop(*_: Any) -> None:
+    raise _Stop
 
 
 def _same(tensor: Tensor) -> Tensor:

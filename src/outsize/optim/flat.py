@@ -105,15 +105,25 @@ class FlatModule:
         total.add_(grad) if name in self._accumulated else total.copy_(grad)
         self._accumulated.add(name)
 
-    @torch.no_grad()
     def step(self, lr: float) -> Stepped:
-        """Clip and apply the accumulated gradients, and clear them. Raises NonFiniteGradient with `nonfinite="raise"`;
-        nothing is changed then. A parameter without gradient is not touched.
+        """`measure` and `apply` in one. Waits for the device."""
+        return self.apply(float(self.measure()), lr)
+
+    @torch.no_grad()
+    def measure(self) -> Tensor:
+        """The norm of the accumulated gradients, a float64 scalar on the device."""
+        for name in self._shapes:
+            if name in self._accumulated:
+                self._norm.measure(name, self._gradients[name])
+        return self._norm.measure_total(without=self._shapes.keys() - self._accumulated)
+
+    @torch.no_grad()
+    def apply(self, norm: float, lr: float) -> Stepped:
+        """Clip and apply the accumulated gradients, and clear them. `norm`: what `measure` gave. Raises
+        NonFiniteGradient with `nonfinite="raise"`; nothing is changed then. A parameter without gradient is not
+        touched.
         """
         names = [name for name in self._shapes if name in self._accumulated]
-        for name in names:
-            self._norm.measure(name, self._gradients[name])
-        norm = float(self._norm.measure_total(without=self._shapes.keys() - self._accumulated))
         self.discard()
         if not math.isfinite(norm):
             if self._spec.nonfinite == "raise":

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from outsize.data.rows import Rows
 from outsize.model.weights import weight_files
 
 _FILE = "file_hashes.json"
+_THREADS = 8
 _MOST_FILES = 4096
 """Files whose hashes are kept; the oldest are dropped."""
 
@@ -23,22 +26,26 @@ def teacher_hash(folder: Path) -> str:
     names = {"config.json": folder / "config.json", **{path.name: path for path in weight_files(folder)}}
     known = _known()
     digest = hashlib.sha256()
-    for name, path in sorted(names.items()):
-        digest.update(f"{name}\0{_hash_of(path, known)}\n".encode())
+    with ThreadPoolExecutor(_THREADS) as threads:  # hashing lets other threads run
+        found = threads.map(lambda item: (*item, _found(item[1], known)), sorted(names.items()))
+        for name, path, row in found:
+            digest.update(f"{name}\0{row[2]}\n".encode())
+            known.pop(str(path.resolve()), None)
+            known[str(path.resolve())] = row  # at the end: used last
     _remember(known)
     return digest.hexdigest()[:32]
 
 
-def _hash_of(path: Path, known: dict[str, Any]) -> str:
+def _found(path: Path, known: Mapping[str, Any]) -> list[Any]:
+    """Size, time and hash of a file."""
     real = path.resolve()
     facts = real.stat()
     state = [facts.st_size, facts.st_mtime_ns]
-    found = known.pop(str(real), None)
-    if not isinstance(found, list) or found[:2] != state:
-        with real.open("rb") as file:
-            found = [*state, hashlib.file_digest(file, "sha256").hexdigest()]
-    known[str(real)] = found  # at the end: used last
-    return str(found[2])
+    found = known.get(str(real))
+    if isinstance(found, list) and found[:2] == state:
+        return found
+    with real.open("rb") as file:
+        return [*state, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
 def _known() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """One run of `outsize prune`: checks, the plan, importance and training, and what is shown of them."""
 
+import gc
 import os
 import shutil
 import time
@@ -17,7 +18,7 @@ from outsize.base.units import parse_bytes, show_bytes
 from outsize.config.run import RunConfig
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.host import free_host_bytes
-from outsize.optim.flat import new_scratch, scratch_bytes
+from outsize.optim.flat import new_scratch
 from outsize.run.cpu_threads import set_threads
 from outsize.run.interrupt import Interrupt
 from outsize.run.prune_library import Description, Library
@@ -50,6 +51,7 @@ def prune_run(config: RunConfig, console: Console, *, dry_run: bool = False) -> 
     try:
         return _run(setup, console, folder, dry_run=dry_run)
     finally:
+        setup.device.lift_limit()
         setup.teacher.close()
 
 
@@ -68,7 +70,7 @@ def _run(setup: PruneSetup, console: Console, folder: Path, *, dry_run: bool) ->
     if text := set_threads(setup.stack.model, tokens, setup.device, None):
         say(text)
     scratch = new_scratch(setup.device, setup.optimizer)
-    costs = layer_costs(setup, scratch)
+    costs = layer_costs(setup, scratch, folder)
     made = _plan(setup, costs, folder)
     say(plan_text(setup, made))
     if dry_run:
@@ -100,9 +102,10 @@ def _run(setup: PruneSetup, console: Console, folder: Path, *, dry_run: bool) ->
 
 def _plan(setup: PruneSetup, costs: Sequence[LayerCost], folder: Path) -> PrunePlan:
     device, config, prune = setup.device, setup.config, setup.prune
-    total = setup.gpu_bytes
+    total, fixed = setup.gpu_bytes, setup.fixed_bytes
+    device.limit(total)  # the allocator's overhead is a share of the limit
+    gc.collect()  # what was measured is no overhead
     share = device.spec.allocator_share if device.is_gpu else 0.0
-    fixed = setup.teacher.resident_bytes + scratch_bytes(setup.optimizer)
     # What is on a GPU already counts as overhead until the device is opened.
     overhead = device.overhead_bytes - (fixed if device.is_gpu else 0) - int(total * share)
     host = config.host_memory

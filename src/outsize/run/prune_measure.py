@@ -3,7 +3,12 @@
 One layer of each structure is measured, with one variant at a time, so this fits wherever the run fits.
 """
 
+import os
+import tempfile
+import time
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +28,8 @@ from outsize.transfer.batch_cache import BatchCache
 
 _BATCHES = 3
 """From the second one on, the hidden state of the batch before is still on its way to the host."""
+_WRITTEN = 64 * 2**20
+"""Bytes, to measure the disk with."""
 _STEPS = 3
 """The first one may compile the optimizer."""
 
@@ -34,23 +41,42 @@ class _Measured:
     step_seconds: float
 
 
-def layer_costs(setup: PruneSetup, scratch: Scratch) -> list[LayerCost]:
+def layer_costs(setup: PruneSetup, scratch: Scratch, folder: Path) -> list[LayerCost]:
+    """`folder`: where the library will be."""
     kinds: dict[tuple[str, tuple[Variant, ...]], list[int]] = {}
     for layer, variants in setup.variants.items():
         kinds.setdefault((setup.stack.layers[layer].structure, variants), []).append(layer)
-    return [_measure(setup, tuple(layers), scratch) for layers in kinds.values()]
+    write_seconds = 0.0 if setup.device.is_simulated else _write_seconds(folder)
+    return [_measure(setup, tuple(layers), scratch, write_seconds) for layers in kinds.values()]
 
 
-def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch) -> LayerCost:
+def _write_seconds(folder: Path) -> float:
+    """Of a byte that is written and synced."""
+    started = time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_WRITTEN))
+        file.flush()
+        os.fsync(file.fileno())
+    return (time.perf_counter() - started) / _WRITTEN
+
+
+def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch, write_seconds: float) -> LayerCost:
+    """`write_seconds`: of a byte."""
     layer, parts, device = layers[0], setup.parts[layers[0]], setup.device
     params = list(parts.layer.parameters())
+    marks = [time.perf_counter()]
     setup.teacher.load(params)
+    marks.append(time.perf_counter())
     variants = [variant for variant in setup.variants[layer] if variant.is_trained]
     with device.on_host():
         students = [build_student(parts, variant) for variant in variants]
         weight_bytes = [sum(tensor.nbytes for tensor in student.layer_tensors().values()) for student in students]
         arguments = dict(setup.widest)
+    marks.append(time.perf_counter())
     setup.teacher.place(params)
+    marks.append(time.perf_counter())
+    load_seconds, make_seconds = marks[1] - marks[0] + marks[3] - marks[2], marks[2] - marks[1]
+    make_seconds += sum(weight_bytes) * write_seconds
     try:
         cache = BatchCache(device, [setup.hidden] * _BATCHES)
         run = _Run(setup, layer, cache, arguments)
@@ -58,9 +84,12 @@ def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch) -> La
         teacher = run.measure(None)
         importance = run.measure_importance() if setup.num_calibration else 0
         found = []
-        for variant, student, weights in zip(variants, students, weight_bytes, strict=True):
+        for variant, weights in zip(variants, weight_bytes, strict=True):
+            student = students.pop(0)  # only this one is on the device
             numels = student_numels(parts, variant)
+            started = time.perf_counter()
             flat = FlatModule(student, setup.optimizer, device, scratch)
+            make_seconds += time.perf_counter() - started
             trainee = Trainee(variant, student, flat, Progress(), device=device, accumulate=_BATCHES)
             measured = run.measure(trainee)
             found.append(
@@ -76,7 +105,7 @@ def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch) -> La
                     step_seconds=measured.step_seconds,
                 )
             )
-            del flat, trainee
+            del flat, trainee, student
         cache.close()
     finally:
         setup.teacher.release(params)
@@ -87,6 +116,8 @@ def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch) -> La
         importance_bytes=importance,
         teacher_seconds=teacher.seconds,
         variants=tuple(found),
+        load_seconds=0.0 if device.is_simulated else load_seconds,
+        make_seconds=0.0 if device.is_simulated else make_seconds,
     )
 
 
@@ -127,14 +158,15 @@ class _Run:
             num_validation=0,
         )
         active = [trainee] if trainee is not None else []
-        seconds, start = [], device.mark()
         with device.meter() as meter:
+            meter.reset_peak()
+            marks = [device.mark()]
             for place in range(_BATCHES):
-                start = device.mark()
                 training.run_batch(place, active, writes=True)
-                seconds.append(device.between(start, device.mark()))
+                marks.append(device.mark())  # nothing waits: a batch is launched while the one before runs
             self._cache.finish()
             peak = meter.peak()
+        seconds = [device.between(*pair) for pair in pairwise(marks)]
         steps = []
         for step in range(_STEPS if trainee is not None else 0):
             start = device.mark()
@@ -149,6 +181,7 @@ class _Run:
         setup = self._setup
         assert setup.prune.importance != "truncate"
         with self._device.meter() as meter:
+            meter.reset_peak()
             importance = Importance(setup.parts[self._layer], setup.prune.importance)
             for place in range(_BATCHES):
                 batch = self._batch(place)

@@ -44,6 +44,10 @@ class LayerCost:
     """Peak of a batch on the device while importance is measured."""
     teacher_seconds: float
     variants: tuple[VariantCost, ...]
+    load_seconds: float = 0.0
+    """Of the teacher's layer, from its files to the device: once per pass."""
+    make_seconds: float = 0.0
+    """Of all variants together, beside batches: they are made, moved and stored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,8 +126,8 @@ def plan(
         host_bytes=host + cached,
         hidden_bytes=hidden,
         disk_bytes=(hidden if in_file else 0) + states + sum(v.weight_bytes for v in variants),
-        importance_seconds=max((cost.teacher_seconds for cost in costs), default=0.0) * num_layers * len(calibration),
-        seconds=_seconds(costs, groups, len(train), accumulate, num_layers),
+        importance_seconds=_pass_seconds(costs, len(calibration)) * num_layers,
+        seconds=_seconds(costs, groups, len(train), accumulate, num_layers, len(rounds)),
     )
 
 
@@ -164,9 +168,11 @@ def _grouped(
 
 
 def _host_bytes(cost: LayerCost, *, keeps_best: bool) -> int:
-    """The layer as it is read, a variant as it is made, and the best weights of all variants."""
+    """The layer as it is read, and all variants as they are made from it; later their best weights, and one of them as
+    it is replaced.
+    """
     weights = [variant.weight_bytes for variant in cost.variants]
-    return cost.weight_bytes + max(weights, default=0) + (sum(weights) if keeps_best else 0)
+    return sum(weights) + max(cost.weight_bytes, max(weights, default=0) if keeps_best else 0)
 
 
 def _saved(cost: LayerCost) -> int:
@@ -218,12 +224,20 @@ def _rounds(
     )
 
 
+def _pass_seconds(costs: Sequence[LayerCost], num_batches: int) -> float:
+    """Of one layer of the teacher."""
+    if not num_batches or not costs:
+        return 0.0
+    return max(cost.load_seconds + cost.teacher_seconds * num_batches for cost in costs)
+
+
 def _seconds(
     costs: Sequence[LayerCost],
     groups: Sequence[Sequence[Sequence[str]]],
     num_batches: int,
     accumulate: int,
     num_layers: int,
+    num_rounds: int,
 ) -> float:
     if any(not cost.teacher_seconds for cost in costs):
         return 0.0
@@ -232,7 +246,8 @@ def _seconds(
         passes = max(1, len(parts))
         layer = passes * cost.teacher_seconds
         layer += sum(variant.seconds + variant.step_seconds / accumulate for variant in cost.variants)
-        total += len(cost.layers) * layer * num_batches
+        total += len(cost.layers) * (layer * num_batches + num_rounds * (cost.load_seconds + cost.make_seconds))
         trained += len(cost.layers)
-    others = max(cost.teacher_seconds for cost in costs) if costs else 0.0
-    return total + (num_layers - trained) * others * num_batches
+    others = max((cost.teacher_seconds for cost in costs), default=0.0) * num_batches
+    others += max((cost.load_seconds for cost in costs), default=0.0) * num_rounds
+    return total + (num_layers - trained) * others

@@ -22,6 +22,7 @@ from outsize.methods.bypass.variants import Requested, Variant, requested_varian
 from outsize.model.build import build_model, local_folder, require_positions
 from outsize.model.stack import LayerStack
 from outsize.optim.adamw import AdamW
+from outsize.optim.flat import scratch_bytes
 from outsize.run.compat_checks import (
     require_language_model,
     require_packable,
@@ -80,6 +81,11 @@ class PruneSetup:
     def num_layers(self) -> int:
         """Layers that the teacher runs: up to the last that has variants."""
         return max(self.variants) + 1
+
+    @property
+    def fixed_bytes(self) -> int:
+        """On the device for the whole run: stem, buffers, workspace of the optimizer."""
+        return self.teacher.resident_bytes + scratch_bytes(self.optimizer)
 
     @property
     def num_steps(self) -> int:

@@ -70,7 +70,7 @@ class PruneStages:
     @contextmanager
     def _on_device(self) -> Iterator[None]:
         self._device.limit(self._plan.budget_bytes)
-        self._device.open(id(self), self._plan.budget_bytes)
+        self._device.open(id(self), self._plan.budget_bytes, self._setup.fixed_bytes)
         self._device.watching(True)
         try:
             yield

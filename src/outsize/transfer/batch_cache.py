@@ -77,6 +77,7 @@ class BatchCache:
         self._issue("compute", ((B.RETURN, slot),), ())
         if then is not None and then != number:
             self._load(then, keep=slot)
+        self._lanes.drop_old_events()
         spec = self.batches[number]
         return self._slots[slot][: spec.num_bytes].view(spec.dtype).view(spec.shape)
 
@@ -89,7 +90,10 @@ class BatchCache:
                 self._in_slot[slot] = None
         self._release_written()
         outgoing, self._num_written = self._num_written, self._num_written + 1
-        flat = self._outgoing[outgoing] = tensor.detach().reshape(-1).view(torch.uint8)
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        if any(flat.untyped_storage().data_ptr() == slot.untyped_storage().data_ptr() for slot in self._slots):
+            flat = flat.clone()  # what `read` gave: the slot may be filled again before the copy
+        self._outgoing[outgoing] = flat
         live = (B.LIVE, outgoing)
         self._issue("compute", (), (live,))
         self._move("d2h", number, live, lambda host: host.copy_(flat, non_blocking=True))

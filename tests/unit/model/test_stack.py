@@ -54,6 +54,17 @@ def test_no_layer_runs_while_arguments_are_captured_and_forwards_stay() -> None:
     assert all("forward" not in layer.module.__dict__ for layer in stack.layers)
 
 
+def test_the_head_is_not_replayed() -> None:
+    """Its logits may take more memory than all layers."""
+    model = zoo.make("llama")
+    ran = []
+    model.lm_head.register_forward_hook(lambda module, *_: ran.append(module))
+    LayerStack(model).check_replay(zoo.batch("llama"))
+    assert not ran and model.lm_head._forward_pre_hooks == {}
+    model(**zoo.batch("llama"))
+    assert ran == [model.lm_head]
+
+
 def test_the_config_keeps_its_cache() -> None:
     """It goes into the folders of pruned models."""
     model = zoo.make("llama")

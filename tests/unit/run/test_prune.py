@@ -14,7 +14,9 @@ import yaml as pyyaml
 from safetensors.torch import load_file, save_file
 
 from outsize.base.errors import BadFile, ConfigError, OutsizeError
+from outsize.device.choose import choose_device
 from outsize.methods.bypass.train import LayerTraining
+from outsize.run import prune_measure
 from outsize.run.prune_library import LATEST, Library
 from outsize.run.prune_spec import PruneSpec
 
@@ -321,6 +323,19 @@ def test_on_sim_every_budget_from_the_minimum_is_kept_and_predicted(tmp_path: Pa
         groups.append(outcome.plan.num_groups)
     assert groups[0] > groups[-1] == 1
     pruned.require_equal(pruned.library(tmp_path / "0"), pruned.library(tmp_path / "2"))
+
+
+def test_one_variant_at_a_time_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    yaml = write(tmp_path, prune={"intermediate_size": [40, 24], "only_layers": [0]}, device="sim:64MiB")
+    device, live, plain = choose_device("sim:64MiB"), list[int](), prune_measure.FlatModule
+
+    def counted(*args: Any) -> Any:
+        live.append(device.observer.live_bytes)
+        return plain(*args)
+
+    monkeypatch.setattr(prune_measure, "FlatModule", counted)
+    pruned.run(yaml, dry_run=True)
+    assert len(live) == 3 and len(set(live)) == 1
 
 
 # --- bad input

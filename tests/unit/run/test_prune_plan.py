@@ -28,12 +28,16 @@ MINIMUM = FIXED + 200 + 500 + 1400 + 160 - 100
 
 
 def planned(gpu: int = 10**6, host: int = 10**6, disk: int = 0, **settings: Any) -> PrunePlan:
+    return planned_of(COST, gpu, host, disk, **settings)
+
+
+def planned_of(cost: LayerCost, gpu: int = 10**6, host: int = 10**6, disk: int = 0, **settings: Any) -> PrunePlan:
     given: dict[str, Any] = dict(
         fixed_bytes=FIXED, fixed_host_bytes=0, train=[SPEC] * 12, validation=[SPEC] * 2, calibration=[], accumulate=3,
         num_layers=4, keeps_best=False,
     )  # fmt: skip
     budget = Budget(gpu=GpuBudget(total_bytes=gpu), host_bytes=host, disk_bytes=disk)
-    return plan([COST], budget, **{**given, **settings})
+    return plan([cost], budget, **{**given, **settings})
 
 
 def test_all_variants_together_if_they_fit() -> None:
@@ -53,7 +57,7 @@ def test_the_minimum_is_named_and_is_enough() -> None:
 
 
 def test_hidden_states_go_to_host_memory_then_to_a_file_then_come_in_rounds() -> None:
-    layer = 500 + 200  # as it is read, and the largest variant as it is made
+    layer = 500 + 400  # as it is read, and all variants as they are made
     assert planned(host=layer + 1400).rounds == (range(12),) and not planned(host=layer + 1400).in_file
     in_file = planned(host=layer + 1399, disk=1400)
     assert in_file.in_file and in_file.rounds == (range(12),) and in_file.disk_bytes > planned().disk_bytes
@@ -70,7 +74,7 @@ def test_hidden_states_go_to_host_memory_then_to_a_file_then_come_in_rounds() ->
 def test_between_rounds_the_states_of_all_variants_are_on_disk() -> None:
     weights = 2 * sum(variant.weight_bytes for variant in VARIANTS)
     assert planned().disk_bytes == weights + 2800
-    assert planned(host=700 + 1399).disk_bytes == weights + 2 * 2800
+    assert planned(host=900 + 1399).disk_bytes == weights + 2 * 2800
 
 
 def test_hours_count_a_teacher_pass_per_group() -> None:
@@ -78,5 +82,7 @@ def test_hours_count_a_teacher_pass_per_group() -> None:
     variants = 3 * (2.0 + 1.0 / 3)
     assert one.seconds == pytest.approx(12 * (2 * (1.0 + variants) + 2 * 1.0))
     assert three.seconds - one.seconds == pytest.approx(12 * 2 * 2 * 1.0)
+    timed = planned_of(replace(COST, load_seconds=5.0, make_seconds=7.0))
+    assert timed.seconds - one.seconds == pytest.approx(4 * 5.0 + 2 * 7.0)
     unknown = replace(COST, teacher_seconds=0.0)
     assert unknown.teacher_seconds == 0.0

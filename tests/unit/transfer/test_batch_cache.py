@@ -46,6 +46,19 @@ def test_a_batch_that_was_prefetched_and_is_then_overwritten_is_read_anew() -> N
     cache.close()
 
 
+def test_what_was_read_may_be_written() -> None:
+    """A layer that returns its input: the slot is filled again while its old content is on its way to the host."""
+    cache = BatchCache(choose_device("sim:64MiB"), [BatchSpec((3,), torch.float32)] * 5)
+    for number in range(5):
+        cache.write(number, torch.full((3,), float(number)))
+    for _layer in range(2):
+        for number in range(5):
+            cache.write(number, cache.read(number, number + 1 if number < 4 else None))
+    cache.finish()
+    assert [float(cache.read(number)[0]) for number in range(5)] == [0, 1, 2, 3, 4]
+    cache.close()
+
+
 def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

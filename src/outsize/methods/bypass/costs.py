@@ -15,7 +15,7 @@ from outsize.device.device import Device
 from outsize.methods.bypass.pruned_config import LayerChange, Part, PartPlace, pruned_config, with_layers
 from outsize.model.pruned import pruned_class
 
-_DECODED = 8
+_DECODED = 16
 """Tokens that are decoded one by one to time one of them."""
 _REPEATS = 5
 
@@ -100,19 +100,19 @@ class CostMeter:
 
     @torch.no_grad()
     def _measured(self, layer: int, change: LayerChange) -> Cost:
-        config = with_layers(self.config, [layer])
-        if change == LayerChange():
-            model = self.parent._from_config(config, dtype=self.dtype)  # type: ignore[attr-defined]
-        else:
-            config = pruned_config(config, self.parent, self.layer_list, self.parts, {0: change})
-            model = pruned_class(config)._from_config(config, dtype=self.dtype)
+        config, parent = with_layers(self.config, [layer]), self.parent
+        if change != LayerChange():
+            config = pruned_config(config, parent, self.layer_list, self.parts, {0: change})
+            parent = pruned_class(config)
+        with self.device.torch_device:  # which draws its weights in no time
+            model: Any = parent._from_config(config, dtype=self.dtype)  # type: ignore[attr-defined]
         params = sum(each.numel() for each in model.parameters())
         weight_bytes = sum(each.nbytes for each in model.parameters())
         # The size of a cache needs few tokens; seconds need all.
         rows, tokens = (self.use.batch, self.use.context) if self.timed else (1, 4)
-        model = model.eval().to(self.device.torch_device)
+        model = model.eval()
         ids = torch.zeros(rows, tokens, dtype=torch.long, device=self.device.torch_device)
-        cache = model(input_ids=ids, use_cache=True).past_key_values
+        cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
         kept = cache.layers[0]
         # Where attention is skipped, a cache keeps one number per token to count tokens by: as good as nothing.
         has_keys = "attention" not in change.skip | change.linear
@@ -122,13 +122,15 @@ class CostMeter:
             return cost
         one = ids[:, :1]
 
-        def decode(past: Any = None) -> None:
-            past = model(input_ids=ids, use_cache=True).past_key_values if past is None else past
+        def prefilled() -> Any:
+            return model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+
+        def decode() -> None:
+            past = prefilled()
             for _ in range(_DECODED):
                 past = model(input_ids=one, past_key_values=past, use_cache=True).past_key_values
 
-        prefill = self._seconds(lambda: model(input_ids=ids, use_cache=True, logits_to_keep=1))
-        both = self._seconds(decode)
+        prefill, both = self._seconds(prefilled), self._seconds(decode)
         return replace(cost, prefill_seconds=prefill, decode_seconds=max(both - prefill, 0.0) / _DECODED)
 
     def _seconds(self, work: Callable[[], object]) -> float:

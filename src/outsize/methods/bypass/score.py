@@ -7,18 +7,22 @@ shapes are those of a whole model, and so are the bits. The weights of a layer a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity, cross_entropy
+from torch.nn.functional import cosine_similarity, nll_loss
 
+from outsize.device.choose import device_of
 from outsize.model.stack import LayerStack, run, valid_tokens
+from outsize.transfer.batch_cache import BatchCache, BatchSpec
 
 IGNORED = -100
 _TOP = 10
+_MOST_ELEMENTS = 2**27
+"""Of probabilities at once: 512 MiB each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,10 @@ def replaced(layer: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[Non
             layer.set_submodule(path, module)
 
 
+def _tokens_at_once(logits: Tensor) -> int:
+    return max(1, _MOST_ELEMENTS // logits.shape[-1])
+
+
 class _Sums:
     """Sums of one model's comparison with the teacher."""
 
@@ -68,28 +76,38 @@ class _Sums:
         self.tokens = self.labels = 0
 
     def add(self, hidden: Tensor, logits: Tensor, teacher: Tensor, expected: Tensor, batch: Mapping[str, Any]) -> None:
-        mask = valid_tokens(batch)
-        rows = torch.ones(hidden.shape[:-1], dtype=torch.bool) if mask is None else mask.cpu()
-        rows = rows.to(hidden.device)
-        own, theirs = (each[rows].float().log_softmax(-1) for each in (logits, expected))
-        count = min(_TOP, own.shape[-1])
-        tops, wanted = own.topk(count).indices, theirs.topk(count).indices
-        found = {
-            "kl": (theirs.exp() * (theirs - own)).sum(),
-            "cosine": cosine_similarity(hidden[rows].float(), teacher[rows].float(), dim=-1).sum(),
-            "top1": (tops[:, 0] == wanted[:, 0]).sum(),
-            "top10": (tops.unsqueeze(-1) == wanted.unsqueeze(-2)).sum() / count,
-        }
-        for name, value in found.items():
-            self.values[name] += value.item()
-        self.tokens += int(rows.sum())
-        labels = batch.get("labels")
+        """Some tokens at a time, since probabilities are fp32. Waits for the device once."""
+        mask, labels = valid_tokens(batch), batch.get("labels")
+        valid = torch.ones(hidden.shape[:-1], dtype=torch.bool) if mask is None else mask
+        wanted = torch.full(hidden.shape[:-1], IGNORED, device=None if labels is None else labels.device)
         if labels is not None:
-            shifted = labels[:, 1:].to(logits.device)
-            flat = logits[:, :-1].float().flatten(0, 1)
-            loss = cross_entropy(flat, shifted.flatten(), ignore_index=IGNORED, reduction="sum")
-            self.values["loss"] += loss.item()
-            self.labels += int((shifted != IGNORED).sum())
+            wanted[:, :-1] = labels[:, 1:]
+        tensors = [each.flatten(0, 1) for each in (hidden, logits, teacher, expected)]
+        tensors += [each.to(hidden.device).flatten() for each in (valid, wanted)]
+        parts = zip(*(each.split(_tokens_at_once(logits)) for each in tensors), strict=True)
+        found = torch.stack([self._sums(*part) for part in parts]).sum(0).tolist()
+        for name, value in zip(self.values, found, strict=False):
+            self.values[name] += value
+        self.tokens += int(found[-2])
+        self.labels += int(found[-1])
+
+    def _sums(
+        self, hidden: Tensor, logits: Tensor, teacher: Tensor, expected: Tensor, valid: Tensor, wanted: Tensor
+    ) -> Tensor:
+        """Of the fields of `Scores` in their order, then the numbers of tokens and of labels, in fp64."""
+        own, theirs = (each.float().log_softmax(-1) for each in (logits, expected))
+        count = min(_TOP, own.shape[-1])
+        tops, best = own.topk(count).indices, theirs.topk(count).indices
+        by_token = {
+            "kl": (theirs.exp() * (theirs - own)).sum(-1),
+            "cosine": cosine_similarity(hidden.float(), teacher.float(), dim=-1),
+            "top1": tops[:, 0] == best[:, 0],
+            "top10": (tops.unsqueeze(-1) == best.unsqueeze(-2)).sum((-1, -2)) / count,
+        }
+        sums = {name: value.double().masked_fill(~valid, 0).sum() for name, value in by_token.items()}
+        sums["loss"] = nll_loss(own, wanted, ignore_index=IGNORED, reduction="sum").double()
+        counts = [each.sum().double() for each in (valid, wanted != IGNORED)]
+        return torch.stack([*(sums[name] for name in self.values), *counts])
 
     def means(self) -> Scores:
         divisors = {name: self.labels if name == "loss" else self.tokens for name in self.values}
@@ -116,7 +134,7 @@ def score(
         host_bytes: for hidden states that wait. If all do not fit, there are several passes. Default: no limit.
         progress: called with the number of layers done and their total.
     """
-    waiting = sum(stack.capture(batch()).hidden.nbytes for batch in batches)
+    waiting = sum(spec.num_bytes for spec in _specs(stack, batches))
     per_pass = len(candidates) if host_bytes is None else max(1, host_bytes // max(waiting, 1) - 1)
     ordered = sorted(candidates, key=lambda each: (each.first, each.name))
     groups = [ordered[start : start + per_pass] for start in range(0, len(ordered), per_pass)] or [[]]
@@ -124,7 +142,7 @@ def score(
     for index, group in enumerate(groups):
         report = lambda layer, index=index: progress(index * len(stack.layers) + layer, len(groups) * len(stack.layers))
         hidden = _pass(stack, batches, group, loaded, report)
-        with outside():
+        with outside(), closing(hidden):
             teacher, some = _compare(stack, batches, hidden)
         found.update(some)
     return teacher, found
@@ -133,41 +151,75 @@ def score(
 _TEACHER = ""
 
 
+def _specs(stack: LayerStack, batches: Sequence[Callable[[], Mapping[str, Any]]]) -> list[BatchSpec]:
+    """Of the hidden states of the batches."""
+    found = (stack.capture(batch()).hidden for batch in batches)
+    return [BatchSpec(tuple(hidden.shape), hidden.dtype) for hidden in found]
+
+
+class _Waiting:
+    """Hidden states in host memory, of some models and all batches. Copies run beside the layers."""
+
+    def __init__(self, names: Sequence[str], specs: Sequence[BatchSpec], device: torch.device):
+        self.names = tuple(names)
+        self._first = {name: number * len(specs) for number, name in enumerate(self.names)}
+        self._cache = BatchCache(device_of(device), [*specs] * len(self.names))
+
+    def read(self, name: str, place: int, then: str | None = None) -> Tensor:
+        """Valid until the next `read`. `then`: the model whose hidden states of this batch are read next."""
+        return self._cache.read(self._first[name] + place, None if then is None else self._first[then] + place)
+
+    def write(self, name: str, place: int, hidden: Tensor) -> None:
+        self._cache.write(self._first[name] + place, hidden)
+
+    def finish(self) -> None:
+        self._cache.finish()
+
+    def close(self) -> None:
+        self._cache.close()
+
+
 def _pass(
     stack: LayerStack,
     batches: Sequence[Callable[[], Mapping[str, Any]]],
     group: Sequence[Candidate],
     loaded: Callable[[int], AbstractContextManager[None]],
     report: Callable[[int], None],
-) -> dict[str, list[Tensor]]:
-    """The last layer's outputs on the host: by candidate, per batch."""
-    waiting = {_TEACHER: [stack.capture(batch()).hidden.cpu() for batch in batches]}
+) -> _Waiting:
+    """The last layer's outputs, of the teacher and of the candidates."""
+    device = stack.capture(batches[0]()).hidden.device
+    waiting = _Waiting([_TEACHER, *(candidate.name for candidate in group)], _specs(stack, batches), device)
+    for place, batch in enumerate(batches):
+        waiting.write(_TEACHER, place, stack.capture(batch()).hidden)
+    waiting.finish()
     for index, layer in enumerate(stack.layers):
         changed = {candidate.name: candidate.layers[index] for candidate in group if index in candidate.layers}
-        begin = [candidate.name for candidate in group if candidate.first == index]
-        waiting |= {name: list(waiting[_TEACHER]) for name in begin}
+        # Those that begin here read the teacher's hidden states, so the teacher comes last.
+        reads = {each.name: _TEACHER if each.first == index else each.name for each in group if each.first <= index}
+        running = [*reads.items(), (_TEACHER, _TEACHER)]
         with loaded(index):
             for place, batch in enumerate(batches):
                 captured = stack.capture(batch())
-                for name, hidden in waiting.items():
+                following = [source for _, source in running[1:]] + [None]
+                for (name, source), then in zip(running, following, strict=True):
+                    hidden = waiting.read(source, place, then)
                     with changed.get(name, nullcontext)():
-                        given = hidden[place].to(captured.hidden.device)
-                        hidden[place] = run(layer.module, captured.calls[index], given).cpu()
+                        waiting.write(name, place, run(layer.module, captured.calls[index], hidden))
+            waiting.finish()
         report(index + 1)
     return waiting
 
 
 def _compare(
-    stack: LayerStack, batches: Sequence[Callable[[], Mapping[str, Any]]], waiting: Mapping[str, Sequence[Tensor]]
+    stack: LayerStack, batches: Sequence[Callable[[], Mapping[str, Any]]], waiting: _Waiting
 ) -> tuple[Scores, dict[str, Scores]]:
-    sums = {name: _Sums() for name in waiting}
+    sums = {name: _Sums() for name in waiting.names}
     for place, make in enumerate(batches):
         batch = make()
-        device = next(value.device for value in batch.values() if isinstance(value, Tensor))
-        teacher = waiting[_TEACHER][place].to(device)
+        teacher = waiting.read(_TEACHER, place).clone()
         expected = stack.output(batch, teacher).logits
-        for name, hidden in waiting.items():
-            own = hidden[place].to(device)
+        for name, then in zip(waiting.names, [*waiting.names[1:], None], strict=True):
+            own = waiting.read(name, place, then)
             sums[name].add(own, stack.output(batch, own).logits, teacher, expected, batch)
     return sums[_TEACHER].means(), {name: each.means() for name, each in sums.items() if name != _TEACHER}
 
@@ -186,13 +238,12 @@ class Streamed:
 @torch.no_grad()
 def compare(teacher: Streamed, other: Streamed, batches: Sequence[Callable[[], Mapping[str, Any]]]) -> Scores:
     """The scores of another model, whose hidden size may differ; then its cosine is 0."""
-    hidden = [_pass(model.stack, batches, (), model.loaded, lambda done: None)[_TEACHER] for model in (teacher, other)]
+    hidden = [_pass(model.stack, batches, (), model.loaded, lambda done: None) for model in (teacher, other)]
     sums = _Sums()
-    with teacher.outside(), other.outside():
+    with teacher.outside(), other.outside(), closing(hidden[0]), closing(hidden[1]):
         for place, make in enumerate(batches):
             batch = make()
-            device = next(value.device for value in batch.values() if isinstance(value, Tensor))
-            theirs, own = (each[place].to(device) for each in hidden)
+            theirs, own = (each.read(_TEACHER, place) for each in hidden)
             expected, logits = teacher.stack.output(batch, theirs).logits, other.stack.output(batch, own).logits
             sums.add(own, logits, theirs if theirs.shape == own.shape else torch.zeros_like(own), expected, batch)
     return sums.means()

@@ -96,10 +96,11 @@ class Trainee:
         self._num_values = 0
         return self._values
 
-    def step(self, lr: float, tokens: int) -> None:
+    def step(self, lr: float, norm: float, tokens: int) -> None:
+        """`norm`: of the gradients, from `flat.measure`."""
         progress = self.progress
         try:
-            stepped = self.flat.step(lr)
+            stepped = self.flat.apply(norm, lr)
         except NonFiniteGradient as error:
             self.flat.discard()
             progress.stopped = f"step {progress.step + 1}: {str(error).partition('. ')[0]}"
@@ -182,11 +183,12 @@ class LayerTraining:
 
     def step(self, active: Sequence[Trainee], step: int, tokens: int) -> None:
         """The update number `step`, of `tokens` tokens, of each variant."""
-        values = self.device.fetch(torch.stack([trainee.take_values() for trainee in active]))
-        for trainee in active:
-            trainee.step(self.lr_of(step), tokens)
-        means = values().double().mean(1).tolist()
-        for trainee, mean in zip(active, means, strict=True):
+        # Losses and norms of all variants come in one copy: the device is waited for once a step.
+        found = [torch.cat([trainee.take_values().double(), trainee.flat.measure().view(1)]) for trainee in active]
+        fetched = self.device.fetch(torch.stack(found))()
+        for trainee, norm in zip(active, fetched[:, -1].tolist(), strict=True):
+            trainee.step(self.lr_of(step), norm, tokens)
+        for trainee, mean in zip(active, fetched[:, :-1].mean(1).tolist(), strict=True):
             progress = trainee.progress
             if progress.step == step + 1 and (progress.step % self.log_every == 0 or step + 1 == self.steps.stop):
                 progress.losses.append((step + 1, mean))

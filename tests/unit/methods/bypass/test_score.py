@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import asdict
 
 import cells
 import pytest
@@ -11,6 +12,7 @@ import zoo
 from torch import nn
 from torch.nn.functional import cross_entropy, kl_div
 
+from outsize.methods.bypass import score as score_module
 from outsize.methods.bypass.score import Candidate, replaced, score
 from outsize.model.stack import LayerStack
 
@@ -79,7 +81,7 @@ def test_equals_one_model_per_replacement(kind):
             ]
         # The same bits: the sums are of the same numbers in the same order.
         same = sum(
-            (b.log_softmax(-1).exp() * (b.log_softmax(-1) - a.log_softmax(-1))).flatten(0, 1).sum().item()
+            (b.log_softmax(-1).exp() * (b.log_softmax(-1) - a.log_softmax(-1))).sum(-1).double().sum().item()
             for a, b in zip(logits, wanted, strict=True)
         )
         tokens = sum(each.shape[:-1].numel() for each in wanted)
@@ -112,6 +114,15 @@ def test_several_passes_give_the_same_bits():
     *_, again, several = scores_of("llama", host_bytes=3 * hidden_bytes)
     assert one == several
     assert set(again.values()) == {len(candidates) // 2} and set(read.values()) == {1}
+
+
+def test_tokens_are_compared_some_at_a_time(monkeypatch):
+    *_, (teacher, found) = scores_of("llama")
+    monkeypatch.setattr(score_module, "_MOST_ELEMENTS", 5 * zoo.VOCAB)
+    *_, (same, parts) = scores_of("llama")
+    assert asdict(same) == pytest.approx(asdict(teacher), rel=1e-6)
+    for name, scores in found.items():
+        assert asdict(parts[name]) == pytest.approx(asdict(scores), rel=1e-6, abs=1e-12)
 
 
 def test_padding_does_not_count():
@@ -147,5 +158,5 @@ def test_a_candidate_may_replace_many_layers():
     expected = model(**given).logits.log_softmax(-1)
     with layers[1](), layers[3]():
         logits = model(**given).logits.log_softmax(-1)
-    wanted = (expected.exp() * (expected - logits)).flatten(0, 1).sum().item() / batch["input_ids"].numel()
+    wanted = (expected.exp() * (expected - logits)).sum(-1).double().sum().item() / batch["input_ids"].numel()
     assert found["both"].kl == pytest.approx(wanted, rel=1e-6) and wanted > 0
