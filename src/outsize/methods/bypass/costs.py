@@ -80,32 +80,41 @@ class CostMeter:
         """Of one sub-block of a layer that is changed in this way. `LayerChange()`: as the teacher has it."""
         others = frozenset(self.parts) - {part}
         only = replace(change, skip=change.skip | others, linear=change.linear - others)
-        return self._of(layer, only) - self._of(layer, LayerChange(skip=frozenset(self.parts)))
+        return self._of((layer,), only) - self._of((layer,), self._nothing)
+
+    def beside_parts(self, layer: int) -> Cost:
+        """Of what a layer has beside its parts: norms that several parts read, or that follow a part."""
+        return self._of((layer, layer), self._nothing) - self._of((layer,), self._nothing)
 
     def outside(self) -> Cost:
         """Of everything but the layers."""
-        return self._of(0, LayerChange(skip=frozenset(self.parts)))
+        return self._of((0,), self._nothing) - self.beside_parts(0)
 
-    def _of(self, layer: int, change: LayerChange) -> Cost:
+    @property
+    def _nothing(self) -> LayerChange:
+        return LayerChange(skip=frozenset(self.parts))
+
+    def _of(self, layers: tuple[int, ...], change: LayerChange) -> Cost:
         types = getattr(self.config, "layer_types", None)
         key = (
-            types[layer] if types else None,
+            tuple(types[layer] if types else None for layer in layers),
             tuple(sorted(change.sizes.items())),
             tuple(sorted(change.skip)),
             tuple(sorted(change.linear)),
         )
         if key not in self._known:
-            self._known[key] = self._measured(layer, change)
+            self._known[key] = self._measured(layers, change)
         return self._known[key]
 
     @torch.no_grad()
-    def _measured(self, layer: int, change: LayerChange) -> Cost:
-        config = with_layers(self.config, [layer])
+    def _measured(self, layers: tuple[int, ...], change: LayerChange) -> Cost:
+        config = with_layers(self.config, layers)
         if change == LayerChange():
             model = self.parent._from_config(config, dtype=self.dtype)  # type: ignore[attr-defined]
         else:
-            config = pruned_config(config, self.parent, self.layer_list, self.parts, {0: change})
-            model = pruned_class(config)._from_config(config, dtype=self.dtype)
+            changes = dict.fromkeys(range(len(layers)), change)
+            config = pruned_config(config, self.parent, self.layer_list, self.parts, changes)
+            model = pruned_class(config, self.parent)._from_config(config, dtype=self.dtype)
         params = sum(each.numel() for each in model.parameters())
         weight_bytes = sum(each.nbytes for each in model.parameters())
         # The size of a cache needs few tokens; seconds need all.
