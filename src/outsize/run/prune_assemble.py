@@ -50,6 +50,10 @@ class Assembly:
         self._tensors: tuple[int, dict[str, Tensor]] | None = None
         """Of the layer that is being written: its number in the teacher, and its changed tensors."""
 
+    def require(self, form: Form | None) -> None:
+        """Raise the error of `write` for a form that this model cannot have."""
+        self._design(form)
+
     def write(self, folder: Path, form: Form | None, facts: Mapping[str, Any], *, is_raw: bool = False) -> Form:
         """`facts`: for prune.json. Returns the form of the folder. A folder that exists is refused."""
         design = self._design(form)

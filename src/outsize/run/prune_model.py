@@ -26,6 +26,11 @@ from outsize.run.prune_scores import Pick, Scoring, StoredScores, Variants
 from outsize.run.prune_setup import PruneSetup
 
 Say = Callable[[str], None]
+_FORMS = {
+    "per_layer": "per_layer: transformers loads it with trust_remote_code=True",
+    "uniform": "uniform: loads everywhere",
+    "padded": "padded with zeros to the teacher's size: loads everywhere, and saves nothing",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +63,14 @@ def make_models(setup: PruneSetup, console: Console) -> list[PrunedModel]:
             say(f"model    {place} is there already")
             models.append(earlier)
             continue
+        assembly = Assembly(variants, chosen.variants, choosing.places)
+        assembly.require(prune.form)
         with Bar("evaluating") as bar:
             models_of = {"pruned": _picks(chosen, is_raw=True), "trained": _picks(chosen)} if chosen.variants else {}
             teacher, found = scoring.of(models_of, _shown_in(bar))
         made = PrunedModel(chosen, place, teacher, found.get("pruned", teacher), found.get("trained", teacher))
-        form = Assembly(variants, chosen.variants, choosing.places).write(place, prune.form, _facts(made))
-        say(f"model    {place} ({form})")
+        form = assembly.write(place, prune.form, _facts(made))
+        say(f"model    {place} ({_FORMS[form]})")
         models.append(made)
     if prune.distill is not None:
         for number, model in enumerate(models):
