@@ -238,6 +238,8 @@ def test_predicted_parameters_are_those_of_the_folder(tmp_path: Path, kind: str)
         assert teacher.num_parameters() == made.chosen.teacher["params"]
         with pytest.raises(ConfigError, match="change one to: params") as caught:
             pruned.run(yaml, "prune.target={params: 1000}", *form)
+        if kind == "gpt2":
+            continue  # without any layer it is of no form
         least = int(caught.value.nearest["params"])  # type: ignore[attr-defined]
         (smallest,) = pruned.run(yaml, f"prune.target={{params: {least}}}", *form).models
         assert smallest.chosen.predicted["params"] == least
