@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outsize.base.errors import ConfigError
+from outsize.base.errors import BadFile, ConfigError
 from outsize.base.units import show_bytes
 from outsize.hardware.host import free_host_bytes
 from outsize.methods.bypass.costs import Use
@@ -160,8 +160,13 @@ def _facts(model: PrunedModel) -> dict[str, Any]:
 def _read(place: Path, chosen: Chosen) -> PrunedModel | None:
     if not place.exists():
         return None
-    found = json.loads((place / PRUNE_FILE).read_text())["evaluation"]
-    return PrunedModel(chosen, place, *(Scores(**found[name]) for name in ("teacher", "pruned", "trained")))
+    try:
+        found = json.loads((place / PRUNE_FILE).read_text())["evaluation"]
+        return PrunedModel(chosen, place, *(Scores(**found[name]) for name in ("teacher", "pruned", "trained")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadFile(
+            f"{place / PRUNE_FILE} is damaged ({error}). Remove its folder; the same command makes it again."
+        ) from None
 
 
 def _choice_text(chosen: Chosen) -> str:

@@ -82,7 +82,8 @@ class TargetInfeasible(ConfigError):
         self.limits, self.nearest, self.alone = tuple(limits), dict(nearest), dict(alone)
         asked = ", ".join(_text(limit) for limit in limits)
         if nearest:
-            remedies = [f"{cost} {value:g}" for cost, value in nearest.items()]
+            maxima = {limit.cost: limit.maximum for limit in limits}
+            remedies = [f"{cost} {_enough(value, is_maximum=value > maxima[cost])}" for cost, value in nearest.items()]
             advice = f"Keep the other limits and change one to: {' or '.join(remedies)}."
         else:
             ranges = [f"{cost} from {low:g} to {high:g}" for cost, (low, high) in alone.items()]
@@ -397,6 +398,13 @@ def _row(groups: Sequence[Sequence[Option]], values: Sequence[float]) -> _Row:
         first += len(group)
     scale = _SCALE / (math.fsum(ranges) or 1.0)
     return _Row(shifted * scale, math.fsum(offsets), scale)
+
+
+def _enough(value: float, *, is_maximum: bool) -> str:
+    """A limit that allows the value also after it was rounded."""
+    if value.is_integer():
+        return f"{value:.0f}"
+    return f"{value + (1 if is_maximum else -1) * 1e-6 * abs(value):.7g}"
 
 
 def _text(limit: Limit) -> str:

@@ -202,6 +202,14 @@ def test_uniform_equals_exhaustive_search(seed):
     assert len(kinds) <= 1
 
 
+def test_the_limit_that_a_message_names_is_enough():
+    for large in (123456789.0, 0.123456789012):
+        options = [Option("a", "v", 0.0, {"params": large}), Option("b", "v", 0.0, {"params": large})]
+        with pytest.raises(TargetInfeasible) as e:
+            choose(options, [Limit("params", large / 4)])
+        assert choose(options, [Limit("params", float(re.search(r"params (\S+)\.$", str(e.value))[1]))])
+
+
 def uniform_case(layers=4):
     chance = random.Random(0)
     groups = {f"{layer:02}": (f"{layer:02}.attention", f"{layer:02}.ffn") for layer in range(layers)}
