@@ -38,7 +38,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("number", [pytest.param(None, marks=pytest.mark.full, id="every"), 3, 14])
+@pytest.mark.parametrize("number", [pytest.param(None, marks=pytest.mark.full, id="every"), 3, 19])
 def test_killed_while_models_are_chosen_and_written(tmp_path: Path, finished: Path, number: int | None) -> None:
     expected = contents(finished / "out" / "models")
     assert sum(name.endswith("prune.json") for name in expected) == 2

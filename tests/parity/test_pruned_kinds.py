@@ -155,6 +155,7 @@ def test_a_folder_is_what_was_chosen(tmp_path: Path, kind: str, monkeypatch: pyt
     with pytest.raises(Exception, match="exists"):
         Assembly(variants, chosen, places(setup)).write(out, None, {})
     setup.teacher.close()
+    assert model_is_tied(setup) and "lm_head.weight" not in load_file(out / "model.safetensors")  # D21
     model = plain(tmp_path)
     tokens = torch.arange(3, 27).view(2, 12)
     with torch.no_grad():
@@ -167,6 +168,11 @@ def test_a_folder_is_what_was_chosen(tmp_path: Path, kind: str, monkeypatch: pyt
     built = build_model(str(out), dtype=torch.float64)
     assert "transformers_modules" not in " ".join(type(m).__module__ for m in built.model.modules())
     accepted_by_others(tmp_path, out, kind)
+
+
+def model_is_tied(setup: PruneSetup) -> bool:
+    model: Any = setup.stack.model
+    return model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
 def in_a_clean_process(tmp_path: Path, folder: Path) -> None:

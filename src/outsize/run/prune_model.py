@@ -13,6 +13,7 @@ from rich.table import Table
 
 from outsize.base.errors import BadFile, ConfigError
 from outsize.base.units import show_bytes
+from outsize.checkpoint.folder import recover_partial_saves
 from outsize.hardware.host import free_host_bytes
 from outsize.methods.bypass.costs import Use
 from outsize.methods.bypass.score import Scores
@@ -54,11 +55,13 @@ def make_models(setup: PruneSetup, console: Console) -> list[PrunedModel]:
     scoring = Scoring(variants, prune.score_tokens, free_host_bytes() // 2)
     if not scoring.is_held_out:
         say("scores and evaluation use rows of the training data; test_datasets or val_set_size hold others out")
+    if (written := folder / "models").exists():
+        recover_partial_saves(written)  # a kill may have left one that is complete under another name
     choices = _choices(setup, variants, scoring, folder, say)
     models: list[PrunedModel] = []
     for chosen, choosing in choices:
         say(_choice_text(chosen))
-        place = folder / "models" / f"{chosen.name}-{_identity(setup, chosen, variants.library)}"
+        place = written / f"{chosen.name}-{_identity(setup, chosen, variants.library)}"
         if (earlier := _read(place, chosen)) is not None:
             say(f"model    {place} is there already")
             models.append(earlier)
