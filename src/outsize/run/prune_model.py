@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from outsize.base.cache_folder import write_whole
 from outsize.base.errors import BadFile, ConfigError
 from outsize.base.units import show_bytes
 from outsize.checkpoint.folder import recover_partial_saves
@@ -81,9 +82,31 @@ def make_models(setup: PruneSetup, console: Console) -> list[PrunedModel]:
             if (result := distill(setup.config, model.folder, console)) is None:
                 say("stopped before the end; the same command continues")
                 return models
-            models[number] = replace(model, final=scoring.of_folder(result))
+            models[number] = replace(model, final=_final(model, result, scoring))
     console.print(_table(models))
+    if len(models) > 1:
+        say(_curve(models))
     return models
+
+
+def _final(model: PrunedModel, result: Path, scoring: Scoring) -> Scores:
+    """The evaluation of a distilled model, in the prune.json of its folder."""
+    path = result / PRUNE_FILE
+    if path.exists():
+        return _evaluation(path, ("final",))[0]
+    final = scoring.of_folder(result)
+    facts = json.loads((model.folder / PRUNE_FILE).read_text())
+    facts["evaluation"]["final"] = asdict(final)
+    write_whole(path, json.dumps(facts, indent=1) + "\n")
+    return final
+
+
+def _curve(models: Sequence[PrunedModel]) -> str:
+    """KL over parameters, one line each."""
+    found = sorted((model.chosen.predicted["params"], (model.final or model.trained).kl) for model in models)
+    most = max(kl for _, kl in found) or 1.0
+    lines = [f"{params:>16,.0f}  {kl:<10.4g} {'█' * math.ceil(50 * kl / most)}" for params, kl in found]
+    return "\n".join([f"{'parameters':>16}  KL", *lines])
 
 
 def _with_library_only(setup: PruneSetup, library: Library, say: Say) -> PruneSetup:
@@ -163,13 +186,15 @@ def _facts(model: PrunedModel) -> dict[str, Any]:
 def _read(place: Path, chosen: Chosen) -> PrunedModel | None:
     if not place.exists():
         return None
+    return PrunedModel(chosen, place, *_evaluation(place / PRUNE_FILE, ("teacher", "pruned", "trained")))
+
+
+def _evaluation(path: Path, names: Sequence[str]) -> list[Scores]:
     try:
-        found = json.loads((place / PRUNE_FILE).read_text())["evaluation"]
-        return PrunedModel(chosen, place, *(Scores(**found[name]) for name in ("teacher", "pruned", "trained")))
+        found = json.loads(path.read_text())["evaluation"]
+        return [Scores(**found[name]) for name in names]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadFile(
-            f"{place / PRUNE_FILE} is damaged ({error}). Remove its folder; the same command makes it again."
-        ) from None
+        raise BadFile(f"{path} is damaged ({error}). Remove its folder; the same command makes it again.") from None
 
 
 def _choice_text(chosen: Chosen) -> str:
