@@ -21,7 +21,7 @@ from outsize.methods.bypass.choose import solver
 from outsize.optim.flat import new_scratch, scratch_bytes
 from outsize.run.cpu_threads import set_threads
 from outsize.run.interrupt import Interrupt
-from outsize.run.prune_choice import places
+from outsize.run.prune_choice import places, read_table
 from outsize.run.prune_library import Description, Library
 from outsize.run.prune_measure import layer_costs
 from outsize.run.prune_model import PrunedModel, make_models
@@ -76,6 +76,7 @@ def _run(setup: PruneSetup, console: Console, folder: Path, *, dry_run: bool) ->
     if setup.prune.target:  # what could only fail at the end is checked at the beginning
         solver()
         places(setup)
+        read_table(setup.prune.costs)
     if dry_run:
         return PruneOutcome(plan=made, is_finished=False, gpu_peak_bytes=0)
     if setup.earlier is None:

@@ -86,7 +86,7 @@ class Choosing:
         self._meter = CostMeter(
             model.config, type(model), setup.stack.path, self.places, setup.device, model.dtype, use, timed=timed
         )
-        self._table = _read_table(setup.prune.costs)
+        self._table = read_table(setup.prune.costs)
         self._is_timed = timed or self._table is not None
         self._layers = range(len(setup.stack.layers))
         whole = self._cost(0, None, ())
@@ -189,7 +189,7 @@ def _plus(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
     return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
 
 
-def _read_table(path: str | None) -> dict[str, dict[str, float]] | None:
+def read_table(path: str | None) -> dict[str, dict[str, float]] | None:
     if path is None:
         return None
     try:

@@ -178,7 +178,7 @@ def _facts(model: PrunedModel) -> dict[str, Any]:
         "predicted": dict(chosen.predicted),
         "of_teacher": dict(chosen.teacher),
         "score": chosen.choice.score,
-        "gap": chosen.choice.gap,
+        "gap": chosen.choice.gap if math.isfinite(chosen.choice.gap) else None,
         "evaluation": {name: asdict(getattr(model, name)) for name in ("teacher", "pruned", "trained")},
     }
 
@@ -206,7 +206,9 @@ def _choice_text(chosen: Chosen) -> str:
         parts.append(
             f"{name} {_amount(name, value)} ({share:.1%} of the teacher's{f', target {limit}' if limit else ''})"
         )
-    proven = "best possible" if chosen.choice.proven else f"at most {chosen.choice.gap:.1%} from the best; time was up"
+    gap = chosen.choice.gap
+    far = f"at most {gap:.1%} from the best" if math.isfinite(gap) else "not known how far from the best"
+    proven = "best possible" if chosen.choice.proven else f"{far}; time was up"
     counts: dict[str, int] = {}
     for some in chosen.variants.values():
         for variant in some:
