@@ -56,6 +56,7 @@ def blocks(page: Path) -> Iterator[Block]:
         comment, language, title, content = found.groups()
         not_run = with_ = None
         if comment is not None:
+            comment = " ".join(comment.split())
             not_run = re.fullmatch(r"not run: (.+)", comment)
             with_ = re.fullmatch(r"run with: (.+)", comment)
         replaced = [pair.partition(" as ") for pair in with_[1].split("; ")] if with_ else []

@@ -80,6 +80,8 @@ def test_folders_are_what_was_chosen_and_evaluated(library: Path, tmp_path: Path
     yaml = with_prune(library, tmp_path, target=[{"params": 0.85}, {"params": 0.6, "memory": 0.9}])
     outcome, text = run(yaml)
     assert len(outcome.models) == 2 and text.count("best possible") == 2
+    curve = [line.split()[0] for line in text.splitlines() if "█" in line]
+    assert curve == sorted(f"{made.chosen.predicted['params']:,.0f}" for made in outcome.models)
     for made in outcome.models:
         model, chosen = load(made.folder), made.chosen
         params = sum(each.numel() for each in model.parameters())
@@ -172,6 +174,10 @@ def test_distillation_of_a_chosen_model(library: Path, tmp_path: Path) -> None:
     assert load(result).num_parameters() == made.chosen.predicted["params"]
     (again,) = run(yaml)[0].models
     assert again.final == made.final
+    facts = json.loads((result / "prune.json").read_text())
+    assert facts["evaluation"]["final"]["kl"] == made.final.kl and facts["variants"]
+    shown = CliRunner().invoke(app, ["prune", "--show", str(tmp_path / "out")]).output
+    assert "-distilled" in shown and f"{made.final.loss:.4f}" in shown
 
 
 def test_commands(library: Path, tmp_path: Path) -> None:

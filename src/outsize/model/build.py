@@ -209,7 +209,12 @@ def trainable_class(config: Any) -> Any:
         MODEL_MAPPING,
     )
 
-    if getattr(config, "pruned_layers", None):
+    if pruned := getattr(config, "pruned_layers", None):
+        if "module" in pruned:
+            raise ModelUnsupported(
+                f"{pruned['parent']}: a pruned model of a class that transformers lacks. Load it with transformers "
+                "(trust_remote_code=True) and pass it to outsize.prepare."
+            )
         return pruned_class(config)
     names = config.architectures or []
     tables = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING]

@@ -40,7 +40,8 @@ class PrunedLayers:
         uniform = copy.deepcopy(config)
         uniform.per_layer_config = None
         super().__init__(uniform, *args, **kwargs)  # type: ignore[call-arg]
-        config._attn_implementation = uniform._attn_implementation  # before the layers' configs are copied from it
+        for kind in ("_attn_implementation", "_experts_implementation"):  # before the layers' configs are copied
+            setattr(config, kind, getattr(uniform, kind))
         layers = self.get_submodule(config.pruned_layers["list"])
         for index, layer in enumerate(layers):
             own = config.per_layer_config[index]
@@ -76,19 +77,22 @@ def _replace(layer: Any, index: int, config: Any) -> Any:
     return layer
 
 
-def pruned_class(config: Any) -> Any:
-    """The class of a config with `pruned_layers`, without code of the model's folder."""
+def pruned_class(config: Any, parent: Any = None) -> Any:
+    """The class of a config with `pruned_layers`, without code of the model's folder. `parent`: that of the teacher;
+    None: the class of transformers that the config names.
+    """
     import transformers
 
-    parent = getattr(transformers, config.pruned_layers["parent"])
+    parent = parent or getattr(transformers, config.pruned_layers["parent"])
     return type(f"Pruned{parent.__name__}", (PrunedLayers, parent), {"__module__": __name__})
 
 
 def modeling_text(config: Any) -> str:
     """The file that transformers loads with trust_remote_code: this module, and the class of the config."""
     text = inspect.getsource(sys.modules[__name__])
-    parent = config.pruned_layers["parent"]
+    parent, module = config.pruned_layers["parent"], config.pruned_layers.get("module")
+    where = f".{module}" if module else "transformers"
     class_line = f"class Pruned{parent}(PrunedLayers, {parent}):"
     if class_line in text.splitlines():
         return text
-    return f"{text}\n\nfrom transformers import {parent}  # noqa: E402\n\n\n{class_line}\n    pass\n"
+    return f"{text}\n\nfrom {where} import {parent}  # noqa: E402\n\n\n{class_line}\n    pass\n"

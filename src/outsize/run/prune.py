@@ -18,9 +18,11 @@ from outsize.base.units import parse_bytes, show_bytes
 from outsize.config.run import RunConfig
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.host import free_host_bytes
+from outsize.methods.bypass.choose import solver
 from outsize.optim.flat import new_scratch
 from outsize.run.cpu_threads import set_threads
 from outsize.run.interrupt import Interrupt
+from outsize.run.prune_choice import places, read_table
 from outsize.run.prune_library import Description, Library
 from outsize.run.prune_measure import layer_costs
 from outsize.run.prune_model import PrunedModel, make_models
@@ -73,6 +75,10 @@ def _run(setup: PruneSetup, console: Console, folder: Path, *, dry_run: bool) ->
     costs = layer_costs(setup, scratch, folder)
     made = _plan(setup, costs, folder)
     say(plan_text(setup, made))
+    if setup.prune.target:  # what could only fail at the end is checked at the beginning
+        solver()
+        places(setup)
+        read_table(setup.prune.costs)
     if dry_run:
         return PruneOutcome(plan=made, is_finished=False, gpu_peak_bytes=0)
     if setup.earlier is None:

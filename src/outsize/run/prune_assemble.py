@@ -1,6 +1,7 @@
 """Writes the model that was chosen, layer by layer, into a folder that transformers loads."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,18 @@ from torch import Tensor, nn
 from outsize.base.errors import ConfigError
 from outsize.checkpoint.model_folder import write_model_folder
 from outsize.methods.bypass.padding import padded
-from outsize.methods.bypass.pruned_config import LayerChange, Part, PartPlace, pruned_config, with_layers
+from outsize.methods.bypass.pruned_config import (
+    LayerChange,
+    Part,
+    PartPlace,
+    pruned_config,
+    require_refused,
+    with_layers,
+)
 from outsize.methods.bypass.variants import Variant
+from outsize.model.build import local_folder
 from outsize.model.pruned import pruned_class
+from outsize.run.model_code import model_code
 from outsize.run.prune_choice import change_of
 from outsize.run.prune_scores import Pick, Variants
 from outsize.run.tokenizer import load_tokenizer
@@ -29,6 +39,8 @@ class _Design:
     """Without weights."""
     layers: tuple[int, ...]
     """By layer of the model: which layer of the teacher it is."""
+    is_remote: bool
+    """The teacher's class is code of its folder."""
 
 
 class Assembly:
@@ -38,6 +50,10 @@ class Assembly:
         self._tensors: tuple[int, dict[str, Tensor]] | None = None
         """Of the layer that is being written: its number in the teacher, and its changed tensors."""
 
+    def require(self, form: Form | None) -> None:
+        """Raise the error of `write` for a form that this model cannot have."""
+        self._design(form)
+
     def write(self, folder: Path, form: Form | None, facts: Mapping[str, Any], *, is_raw: bool = False) -> Form:
         """`facts`: for prune.json. Returns the form of the folder. A folder that exists is refused."""
         design = self._design(form)
@@ -45,7 +61,18 @@ class Assembly:
         if teacher.can_generate() and design.model is not teacher:
             design.model.generation_config = teacher.generation_config
 
+        code = model_code(local_folder(self._setup.config.base_model)) if design.is_remote else None
+        config: Any = design.model.config
+        own = config.auto_map if hasattr(design.model, "code_files") else {}
+        if code is not None and own:
+            config.pruned_layers = {**config.pruned_layers, "module": code.model_module}
+        config.auto_map = {**({} if code is None else code.auto_map), **own}
+        if not config.auto_map:
+            del config.auto_map
+
         def extra(into: Path) -> None:
+            for name, path in {} if code is None else code.files.items():
+                shutil.copyfile(path, into / name)
             load_tokenizer(self._setup.config).save_pretrained(into)
             (into / PRUNE_FILE).write_text(json.dumps({"form": design.form, **facts}, indent=1) + "\n")
 
@@ -57,6 +84,8 @@ class Assembly:
         from accelerate import init_empty_weights
 
         teacher: Any = self._setup.stack.model
+        parent: Any = type(teacher)
+        is_remote = parent.__module__.startswith("transformers_modules")
         count = len(self._setup.stack.layers)
         changes = {
             layer: change_of(self._setup.parts[layer], variants) for layer, variants in self._chosen.items() if variants
@@ -72,8 +101,7 @@ class Assembly:
         if form == "uniform" and not is_uniform:
             raise ConfigError("prune.form: uniform, but the chosen layers differ. Use shape: uniform, or another form.")
         if form == "padded":
-            return _Design(form, teacher, tuple(range(count)))
-        parent: Any = type(teacher)
+            return _Design(form, teacher, tuple(range(count)), is_remote)
         if form == "uniform":
             assert one is not None
             config = with_layers(teacher.config, kept)
@@ -82,11 +110,12 @@ class Assembly:
             kind, layers = parent, kept
         else:
             config = pruned_config(teacher.config, parent, self._setup.stack.path, self._places, changes)
-            kind, layers = pruned_class(config), tuple(range(count))
+            require_refused(config)
+            kind, layers = pruned_class(config, parent), tuple(range(count))
         with init_empty_weights(include_buffers=False):
             model = kind._from_config(config, dtype=teacher.dtype)
         model.tie_weights()
-        return _Design(form, model, layers)
+        return _Design(form, model, layers, is_remote)
 
     def _value(self, design: _Design, name: str, *, is_raw: bool) -> Tensor:
         """A tensor of the model's state dict."""

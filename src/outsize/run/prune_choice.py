@@ -10,7 +10,7 @@ from typing import Any
 from outsize.base.errors import ConfigError
 from outsize.config.prune_target import PruneTarget
 from outsize.methods.bypass.builder import config_sizes
-from outsize.methods.bypass.choose import Choice, Limit, Option, choose, choose_uniform
+from outsize.methods.bypass.choose import Choice, Limit, Option, TargetInfeasible, choose, choose_uniform
 from outsize.methods.bypass.costs import Cost, CostMeter, Use
 from outsize.methods.bypass.parts import LayerParts
 from outsize.methods.bypass.pruned_config import LayerChange, Part, PartPlace
@@ -86,7 +86,7 @@ class Choosing:
         self._meter = CostMeter(
             model.config, type(model), setup.stack.path, self.places, setup.device, model.dtype, use, timed=timed
         )
-        self._table = _read_table(setup.prune.costs)
+        self._table = read_table(setup.prune.costs)
         self._is_timed = timed or self._table is not None
         self._layers = range(len(setup.stack.layers))
         whole = self._cost(0, None, ())
@@ -99,6 +99,10 @@ class Choosing:
 
     def _add_layer(self, layer: int) -> None:
         variants = self._setup.variants.get(layer, ())
+        beside = self._costs(self._beside_parts(layer))
+        self._teacher = _plus(self._teacher, beside)
+        if self._setup.prune.shape == "free":
+            self._fixed, beside = _plus(self._fixed, beside), {}
         learned = sorted({variant.learn for variant in variants})
         units = [("block", tuple(self.places))] if "block" in learned else [(k, (_PARTS[k],)) for k in _PARTS]
         groups = []
@@ -108,14 +112,17 @@ class Choosing:
             some = [variant for variant in variants if variant.learn == unit]
             group = f"{layer:03d}/{unit}"
             groups.append(group)
-            self._options.append(Option(group, TEACHER, 0.0, own))
+            self._options.append(Option(group, TEACHER, 0.0, _plus(own, beside)))
             for variant in some:
-                name = "-".join(change.name for change in variant.changes)
+                name = _option_name(variant, parts)
                 score = self._scores[f"{layer:03d}/{variant.name}"]
                 if not math.isfinite(score):
                     continue  # it was stopped, or has no loss
-                self._options.append(Option(group, name, score, self._cost(layer, parts, (variant,))))
+                costs = self._cost(layer, parts, (variant,))
+                # `uniform` drops whole layers, with all that is in them.
+                self._options.append(Option(group, name, score, costs if name == "skip" else _plus(costs, beside)))
                 self._of_option[group, name] = layer, variant
+            beside = {}
         self._groups[f"{layer:03d}"] = tuple(groups)
 
     def _cost(self, layer: int, parts: Sequence[Part] | None, variants: Sequence[Variant]) -> dict[str, float]:
@@ -129,6 +136,10 @@ class Choosing:
             label = f"{name}-{'-'.join(c.name for v in variants for c in v.changes if c.subblock == name) or TEACHER}"
             total = _plus(total, self._costs(self._timed(self._meter.cost(layer, part, change), label)))
         return total
+
+    def _beside_parts(self, layer: int) -> Cost:
+        cost = self._meter.beside_parts(layer)
+        return cost if self._table is None else replace(cost, prefill_seconds=0.0, decode_seconds=0.0)
 
     def _timed(self, cost: Cost, label: str) -> Cost:
         if self._table is None:
@@ -153,10 +164,13 @@ class Choosing:
             high = min(bounds.get("max", math.inf), bounds.get("max_share", math.inf) * whole)
             limits.append(Limit(cost, high - fixed, low - fixed))
         seconds = self._setup.prune.choose_seconds
-        if self._setup.prune.shape == "uniform":
-            choice = choose_uniform(self._options, limits, self._groups, time_limit=seconds)
-        else:
-            choice = choose(self._options, limits, time_limit=seconds)
+        try:
+            if self._setup.prune.shape == "uniform":
+                choice = choose_uniform(self._options, limits, self._groups, time_limit=seconds)
+            else:
+                choice = choose(self._options, limits, time_limit=seconds)
+        except TargetInfeasible as error:
+            raise error.plus(self._fixed) from None
         variants: dict[int, tuple[Variant, ...]] = {}
         for group, name in choice.names.items():
             if (found := self._of_option.get((group, name))) is not None:
@@ -164,11 +178,18 @@ class Choosing:
         return Chosen(target, choice, variants, _plus(self._fixed, choice.costs), self._teacher)
 
 
+def _option_name(variant: Variant, parts: Sequence[Part]) -> str:
+    """`skip` if nothing is left of these parts."""
+    if all(change.kind == "skip" for change in variant.changes):
+        return "skip" if len(variant.changes) == len(parts) else f"{variant.changes[0].subblock}-skip"
+    return "-".join(change.name for change in variant.changes)
+
+
 def _plus(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
     return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
 
 
-def _read_table(path: str | None) -> dict[str, dict[str, float]] | None:
+def read_table(path: str | None) -> dict[str, dict[str, float]] | None:
     if path is None:
         return None
     try:

@@ -11,8 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outsize.base.errors import ConfigError
+from outsize.base.cache_folder import write_whole
+from outsize.base.errors import BadFile, ConfigError
 from outsize.base.units import show_bytes
+from outsize.checkpoint.folder import recover_partial_saves
 from outsize.hardware.host import free_host_bytes
 from outsize.methods.bypass.costs import Use
 from outsize.methods.bypass.score import Scores
@@ -26,6 +28,11 @@ from outsize.run.prune_scores import Pick, Scoring, StoredScores, Variants
 from outsize.run.prune_setup import PruneSetup
 
 Say = Callable[[str], None]
+_FORMS = {
+    "per_layer": "per_layer: transformers loads it with trust_remote_code=True",
+    "uniform": "uniform: loads everywhere",
+    "padded": "padded with zeros to the teacher's size: loads everywhere, and saves nothing",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +56,25 @@ def make_models(setup: PruneSetup, console: Console) -> list[PrunedModel]:
     scoring = Scoring(variants, prune.score_tokens, free_host_bytes() // 2)
     if not scoring.is_held_out:
         say("scores and evaluation use rows of the training data; test_datasets or val_set_size hold others out")
+    if (written := folder / "models").exists():
+        recover_partial_saves(written)  # a kill may have left one that is complete under another name
     choices = _choices(setup, variants, scoring, folder, say)
     models: list[PrunedModel] = []
     for chosen, choosing in choices:
         say(_choice_text(chosen))
-        place = folder / "models" / f"{chosen.name}-{_identity(setup, chosen, variants.library)}"
+        place = written / f"{chosen.name}-{_identity(setup, chosen, variants.library)}"
         if (earlier := _read(place, chosen)) is not None:
             say(f"model    {place} is there already")
             models.append(earlier)
             continue
+        assembly = Assembly(variants, chosen.variants, choosing.places)
+        assembly.require(prune.form)
         with Bar("evaluating") as bar:
             models_of = {"pruned": _picks(chosen, is_raw=True), "trained": _picks(chosen)} if chosen.variants else {}
             teacher, found = scoring.of(models_of, _shown_in(bar))
         made = PrunedModel(chosen, place, teacher, found.get("pruned", teacher), found.get("trained", teacher))
-        form = Assembly(variants, chosen.variants, choosing.places).write(place, prune.form, _facts(made))
-        say(f"model    {place} ({form})")
+        form = assembly.write(place, prune.form, _facts(made))
+        say(f"model    {place} ({_FORMS[form]})")
         models.append(made)
     if prune.distill is not None:
         for number, model in enumerate(models):
@@ -71,9 +82,31 @@ def make_models(setup: PruneSetup, console: Console) -> list[PrunedModel]:
             if (result := distill(setup.config, model.folder, console)) is None:
                 say("stopped before the end; the same command continues")
                 return models
-            models[number] = replace(model, final=scoring.of_folder(result))
+            models[number] = replace(model, final=_final(model, result, scoring))
     console.print(_table(models))
+    if len(models) > 1:
+        say(_curve(models))
     return models
+
+
+def _final(model: PrunedModel, result: Path, scoring: Scoring) -> Scores:
+    """The evaluation of a distilled model, in the prune.json of its folder."""
+    path = result / PRUNE_FILE
+    if path.exists():
+        return _evaluation(path, ("final",))[0]
+    final = scoring.of_folder(result)
+    facts = json.loads((model.folder / PRUNE_FILE).read_text())
+    facts["evaluation"]["final"] = asdict(final)
+    write_whole(path, json.dumps(facts, indent=1) + "\n")
+    return final
+
+
+def _curve(models: Sequence[PrunedModel]) -> str:
+    """KL over parameters, one line each."""
+    found = sorted((model.chosen.predicted["params"], (model.final or model.trained).kl) for model in models)
+    most = max(kl for _, kl in found) or 1.0
+    lines = [f"{params:>16,.0f}  {kl:<10.4g} {'█' * math.ceil(50 * kl / most)}" for params, kl in found]
+    return "\n".join([f"{'parameters':>16}  KL", *lines])
 
 
 def _with_library_only(setup: PruneSetup, library: Library, say: Say) -> PruneSetup:
@@ -145,7 +178,7 @@ def _facts(model: PrunedModel) -> dict[str, Any]:
         "predicted": dict(chosen.predicted),
         "of_teacher": dict(chosen.teacher),
         "score": chosen.choice.score,
-        "gap": chosen.choice.gap,
+        "gap": chosen.choice.gap if math.isfinite(chosen.choice.gap) else None,
         "evaluation": {name: asdict(getattr(model, name)) for name in ("teacher", "pruned", "trained")},
     }
 
@@ -153,8 +186,15 @@ def _facts(model: PrunedModel) -> dict[str, Any]:
 def _read(place: Path, chosen: Chosen) -> PrunedModel | None:
     if not place.exists():
         return None
-    found = json.loads((place / PRUNE_FILE).read_text())["evaluation"]
-    return PrunedModel(chosen, place, *(Scores(**found[name]) for name in ("teacher", "pruned", "trained")))
+    return PrunedModel(chosen, place, *_evaluation(place / PRUNE_FILE, ("teacher", "pruned", "trained")))
+
+
+def _evaluation(path: Path, names: Sequence[str]) -> list[Scores]:
+    try:
+        found = json.loads(path.read_text())["evaluation"]
+        return [Scores(**found[name]) for name in names]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadFile(f"{path} is damaged ({error}). Remove its folder; the same command makes it again.") from None
 
 
 def _choice_text(chosen: Chosen) -> str:
@@ -166,7 +206,9 @@ def _choice_text(chosen: Chosen) -> str:
         parts.append(
             f"{name} {_amount(name, value)} ({share:.1%} of the teacher's{f', target {limit}' if limit else ''})"
         )
-    proven = "best possible" if chosen.choice.proven else f"at most {chosen.choice.gap:.1%} from the best; time was up"
+    gap = chosen.choice.gap
+    far = f"at most {gap:.1%} from the best" if math.isfinite(gap) else "not known how far from the best"
+    proven = "best possible" if chosen.choice.proven else f"{far}; time was up"
     counts: dict[str, int] = {}
     for some in chosen.variants.values():
         for variant in some:

@@ -33,6 +33,7 @@ from outsize.run.compat_checks import (
 )
 from outsize.run.content_hash import rows_hash, teacher_hash
 from outsize.run.inputs import BatchOrder, data_seed, load_inputs, token_lengths
+from outsize.run.model_code import model_code
 from outsize.run.plan_batch import batches_to_plan_for, collator_of
 from outsize.run.prune_batches import BatchSource
 from outsize.run.prune_spec import PruneSpec, prune_spec, require_same
@@ -221,10 +222,17 @@ def _require_known_code(model: str, prune: PruneConfig) -> None:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # reported when the model is built, or a hub id
         return
-    if "auto_map" in config and not prune.trust_remote_code:
+    if "auto_map" not in config:
+        return
+    if not prune.trust_remote_code:
         raise ConfigError(
             f"base_model: {model} has model code of its own (auto_map in config.json), which is not run unless you "
             "allow it. If you trust its author, set prune.trust_remote_code: true."
+        )
+    if model_code(path.parent).model_module is not None and prune.distill is not None:
+        raise ConfigError(
+            f"prune.distill: {model} has model code of its own, and outsize train does not run the code of a folder. "
+            "Remove distill."
         )
 
 

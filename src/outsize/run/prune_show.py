@@ -42,7 +42,8 @@ def show_folder(folder: Path, console: Console) -> None:
     table = Table("model", "form", "parameters", "loss", "KL", "top-1", "variants", title="models")
     for path in models:
         facts = _json(path)
-        trained, counts = facts["evaluation"]["trained"], dict[str, int]()
+        evaluation, counts = facts["evaluation"], dict[str, int]()
+        trained = evaluation.get("final", evaluation["trained"])
         for names in facts["variants"].values():
             for name in names:
                 counts[name] = counts.get(name, 0) + 1

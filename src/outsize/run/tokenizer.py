@@ -17,7 +17,9 @@ def load_tokenizer(config: RunConfig, processor: Any = None) -> Any:
     key = "base_model" if config.tokenizer_config is None else "tokenizer_config"
     source = config.tokenizer_config or config.base_model
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        # Without a decision of the user transformers would ask on the terminal.
+        trusts = config.prune is not None and config.prune.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trusts)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"{key}: {source} has no usable tokenizer ({first_line(error)}). Save one into the folder."

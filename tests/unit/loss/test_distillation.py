@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from outsize.loss.distillation import Mixture, TeacherHead, chunk_tokens, distillation
 
@@ -57,6 +59,30 @@ def test_equals_full_logits_in_fp64(chunk, alpha, temperature, steps):
     torch.testing.assert_close(loss, expected.to(loss.dtype), rtol=1e-12, atol=1e-12)
     for one, other in zip(found, reference, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+class _Largest(TorchDispatchMode):
+    """The elements of the largest tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_flatten(made)[0] if isinstance(each, torch.Tensor)]
+        self.numel = max([self.numel, *(each.numel() for each in tensors)])
+        return made
+
+
+def test_the_logits_of_neither_model_exist():
+    vocab, tokens, chunk = 400, 300, 20
+    hidden, seen = torch.randn(tokens, 8, requires_grad=True), torch.randn(tokens, 8)
+    weight, head = torch.randn(vocab, 8, requires_grad=True), TeacherHead(torch.randn(vocab, 8), None)
+    targets = torch.randint(vocab, (tokens,))
+    with _Largest() as largest:
+        distillation(hidden, weight, None, seen, head, targets, mixture=Mixture(0.5, 2.0), chunk=chunk).backward()
+    assert chunk * vocab <= largest.numel < 2 * chunk * vocab < tokens * vocab
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

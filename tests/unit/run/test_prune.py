@@ -88,11 +88,16 @@ def test_d1_d2_d12_a_stopped_run_continues_to_the_same_bits(
     assert not list((tmp_path / "out" / "training").rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("way", ["file", "rounds"])
+@pytest.mark.parametrize("way", ["file", "rounds", "groups"])
 def test_d7_a_killed_run_continues_with_other_memory(tmp_path: Path, finished: Path, way: str) -> None:
     yaml = write(tmp_path)
     made = pruned.run(yaml, dry_run=True).plan
     smaller = [f"host_memory={made.host_bytes - 1}"]
+    if way == "groups":
+        smaller = [
+            "device=sim:64MiB",
+            f"gpu_memory={pruned.least_gpu_memory(yaml, 'device=sim:64MiB', 'gpu_memory=1KiB')}B",
+        ]
     smaller += [f"prune.cache_dir={tmp_path / 'cache'}"] if way == "file" else []
     signaled(4, signal.SIGKILL, yaml, *smaller)
     assert pruned.run(yaml).is_finished
@@ -353,6 +358,25 @@ def test_one_variant_at_a_time_is_measured(tmp_path: Path, monkeypatch: pytest.M
         (["prune.num_heads=3"], r"prune.num_heads: unknown key"),
         (["datasets=[nowhere.jsonl]"], r"nowhere.jsonl"),
         (["prune.blocks=model.nothing"], r"model.nothing"),
+        (["datasets=[/dev/null]"], r"/dev/null"),
+        (["prune.intermediate_size=[0]"], r"prune.intermediate_size.*0"),
+        (["prune.intermediate_size=[1.5]"], r"prune.intermediate_size.*1.5"),
+        (["prune.intermediate_size=[-24]"], r"prune.intermediate_size.*-24"),
+        (["prune.intermediate_size=[0.001]"], r"intermediate_size: 0.001 of the 48 channels .* is 0. Name a width"),
+        (["prune.num_key_value_heads=[0]"], r"prune.num_key_value_heads"),
+        (["prune.num_key_value_heads=[4]"], r"num_key_value_heads: 4 does not divide the teacher's 2"),
+        (["prune.tokens=0"], r"prune.tokens.*0"),
+        (["prune.skip=[norm]"], r"prune.skip.*norm"),
+        (["prune.learn=everything"], r"prune.learn.*everything"),
+        (["prune.loss=l1"], r"prune.loss.*l1"),
+        (["prune.target={params: -1}"], r"-1"),
+        (["prune.target={params: {most: 1}}"], r"most"),
+        (["prune.target={params: {min: 0.9, max: 0.5}}"], r"min is above max"),
+        (["prune.target={size: 1}"], r"size"),
+        (["prune.target={latency: fast}"], r"fast"),
+        (["prune.costs=/nowhere.json", "prune.target={params: 0.9}"], r"prune.costs: /nowhere.json cannot be read"),
+        (["lr_scheduler=reduce_lr_on_plateau"], r"lr_scheduler"),
+        (["prune.copy=null", "prune.intermediate_size=null", "prune.num_key_value_heads=null"], r"prune"),
         (["output_dir=/proc/none"], r"output_dir: /proc/none cannot be written"),
         (["host_memory=10KiB"], r"host_memory 10.0 KiB is too small: .* set prune.cache_dir"),
     ],

@@ -8,16 +8,20 @@ here with exact sums, and one that exceeds a limit by less than the tolerance is
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 
+from outsize.base.errors import ConfigError
+
 TIME_LIMIT = 60.0
 MAX_EXCLUDED = 200
 """Solutions excluded because they exceed a limit by less than the solver's tolerance."""
 
+_LEAST = 1e-300
+"""Scores are divided by this at least."""
 _SCALE = 1e4
 """Rows and objective are scaled to this size: the solver's absolute tolerance, 1e-6, is then 1e-10 of a row."""
 
@@ -57,8 +61,17 @@ class Choice:
     def proven(self) -> bool:
         return self.gap <= 1e-9
 
+    @property
+    def bound(self) -> float:
+        """No choice has a lower score."""
+        return self.score if self.gap == 0 else self.score - self.gap * max(abs(self.score), _LEAST)
 
-class TargetInfeasible(ValueError):
+
+def _gap(score: float, bound: float) -> float:
+    return 0.0 if score <= bound else (score - bound) / max(abs(score), _LEAST)
+
+
+class TargetInfeasible(ConfigError):
     """No choice is within all limits. `nearest`: for each limit that could be relaxed alone, the value it would need;
     empty if no single limit is enough, then `alone` has each cost's range without the other limits.
     """
@@ -66,18 +79,41 @@ class TargetInfeasible(ValueError):
     def __init__(
         self, limits: Sequence[Limit], nearest: Mapping[str, float], alone: Mapping[str, tuple[float, float]]
     ) -> None:
-        self.nearest, self.alone = dict(nearest), dict(alone)
+        self.limits, self.nearest, self.alone = tuple(limits), dict(nearest), dict(alone)
         asked = ", ".join(_text(limit) for limit in limits)
         if nearest:
-            remedies = [f"{cost} {value:g}" for cost, value in nearest.items()]
+            maxima = {limit.cost: limit.maximum for limit in limits}
+            remedies = [f"{cost} {_enough(value, is_maximum=value > maxima[cost])}" for cost, value in nearest.items()]
             advice = f"Keep the other limits and change one to: {' or '.join(remedies)}."
         else:
             ranges = [f"{cost} from {low:g} to {high:g}" for cost, (low, high) in alone.items()]
             advice = f"No single limit is enough. Reachable alone: {', '.join(ranges)}."
         super().__init__(f"No choice of variants meets the target {asked}. {advice}")
 
+    def plus(self, fixed: Mapping[str, float]) -> "TargetInfeasible":
+        """The same with costs that do not depend on the choice."""
+        limits = [
+            Limit(each.cost, each.maximum + fixed[each.cost], each.minimum + fixed[each.cost]) for each in self.limits
+        ]
+        nearest = {cost: value + fixed[cost] for cost, value in self.nearest.items()}
+        alone = {cost: (low + fixed[cost], high + fixed[cost]) for cost, (low, high) in self.alone.items()}
+        return TargetInfeasible(limits, nearest, alone)
 
-class NoChoiceFound(ValueError):
+    @classmethod
+    def of_any(cls, errors: Sequence["TargetInfeasible"]) -> "TargetInfeasible":
+        """Of several sets of choices under the same limits."""
+        nearest: dict[str, float] = {}
+        for limit in errors[0].limits:
+            if found := [error.nearest[limit.cost] for error in errors if limit.cost in error.nearest]:
+                nearest[limit.cost] = min(found, key=lambda value: max(value - limit.maximum, limit.minimum - value))
+        alone = {
+            cost: (min(error.alone[cost][0] for error in errors), max(error.alone[cost][1] for error in errors))
+            for cost in errors[0].alone
+        }
+        return cls(errors[0].limits, nearest, alone)
+
+
+class NoChoiceFound(ConfigError):
     """The time limit passed before any choice within the limits was found; there may be one."""
 
 
@@ -116,7 +152,7 @@ def choose_uniform(
     by_key = {(option.group, option.name): option for option in options}
     layer_groups = list(layers.values())
     if len({len(groups) for groups in layer_groups}) != 1:
-        raise ValueError("shape: uniform needs the same sub-blocks in all layers. Use shape: free.")
+        raise ConfigError("prune.shape: uniform needs the same sub-blocks in all layers. Use shape: free.")
     columns = list(zip(*layer_groups, strict=True))
     shared = [
         sorted(set.intersection(*({o.name for o in options if o.group == group} for group in column)) - {skip})
@@ -124,7 +160,9 @@ def choose_uniform(
     ]
     deadline = time.monotonic() + time_limit
     best: Choice | None = None
-    infeasible: TargetInfeasible | None = None
+    bound = math.inf
+    infeasible: list[TargetInfeasible] = []
+    no_choice: NoChoiceFound | None = None
     for names in product(*shared):
         merged = [
             _merged(layer, kind, [by_key[group, name] for group, name in zip(groups, each, strict=True)])
@@ -135,10 +173,12 @@ def choose_uniform(
         try:
             found = choose(merged, limits, time_limit=max(deadline - time.monotonic(), 0.01))
         except TargetInfeasible as error:
-            infeasible = error
+            infeasible.append(error)
             continue
-        except NoChoiceFound:
+        except NoChoiceFound as error:
+            bound, no_choice = -math.inf, error
             continue
+        bound = min(bound, found.bound)
         if best is None or found.score < best.score:
             picked = {
                 group: name if found.names[layer] == "keep" else skip
@@ -147,10 +187,12 @@ def choose_uniform(
             }
             best = Choice(picked, found.score, found.costs, found.gap)
     if best is not None:
-        return best
-    if infeasible is None:
-        raise ValueError("shape: uniform needs a variant that all layers have. Use shape: free.")
-    raise infeasible
+        return replace(best, gap=_gap(best.score, bound))
+    if no_choice is not None:
+        raise no_choice
+    if not infeasible:
+        raise ConfigError("prune.shape: uniform needs a variant that all layers have. Use shape: free.")
+    raise TargetInfeasible.of_any(infeasible)
 
 
 def _merged(layer: str, name: str, parts: Sequence[Option]) -> Option:
@@ -170,13 +212,13 @@ class _Problem:
         for option in sorted(options, key=lambda each: (each.group, each.name)):
             numbers = (option.score, *(option.costs[cost] for cost in limited))
             if not all(map(math.isfinite, numbers)):
-                raise ValueError(
+                raise ConfigError(
                     f"{option.group}, variant {option.name}: the score or a cost is not finite. Remove the variant, or "
                     "train it again."
                 )
             groups.setdefault(option.group, {}).setdefault(numbers, option)  # the first of options that are alike
         if not groups:
-            raise ValueError("There are no variants to choose from.")
+            raise ConfigError("prune: there are no variants to choose from.")
         return cls([list(group.values()) for group in groups.values()], limits)
 
     @property
@@ -199,9 +241,8 @@ class _Problem:
     def choice(self, picks: Sequence[int], bound: float) -> Choice:
         chosen = self.options(picks)
         score = math.fsum(option.score for option in chosen)
-        gap = 0.0 if score <= bound else (score - bound) / max(abs(score), 1e-300)
         costs = {cost: math.fsum(option.costs[cost] for option in chosen) for cost in chosen[0].costs}
-        return Choice({option.group: option.name for option in chosen}, score, costs, gap)
+        return Choice({option.group: option.name for option in chosen}, score, costs, _gap(score, bound))
 
     def solve(
         self, objective: Sequence[float], deadline: float, limits: Sequence[Limit] | None = None
@@ -224,7 +265,7 @@ class _Problem:
     def _milp(
         self, objective: Sequence[float], limits: Sequence[Limit], excluded: list[list[int]], seconds: float
     ) -> tuple[list[int] | None, float]:
-        milp, LinearConstraint, Bounds, sparse = _solver()
+        milp, LinearConstraint, Bounds, sparse = solver()
         target = _row(self.groups, objective)
         rows, low, high = [], [], []
         for index, group in enumerate(self.groups):
@@ -359,6 +400,13 @@ def _row(groups: Sequence[Sequence[Option]], values: Sequence[float]) -> _Row:
     return _Row(shifted * scale, math.fsum(offsets), scale)
 
 
+def _enough(value: float, *, is_maximum: bool) -> str:
+    """A limit that allows the value also after it was rounded."""
+    if value.is_integer():
+        return f"{value:.0f}"
+    return f"{value + (1 if is_maximum else -1) * 1e-6 * abs(value):.7g}"
+
+
 def _text(limit: Limit) -> str:
     parts = []
     if math.isfinite(limit.minimum):
@@ -368,12 +416,12 @@ def _text(limit: Limit) -> str:
     return f"{limit.cost} {' and '.join(parts)}"
 
 
-def _solver() -> tuple[Any, Any, Any, Any]:
+def solver() -> tuple[Any, Any, Any, Any]:
     try:
         from scipy import sparse
         from scipy.optimize import Bounds, LinearConstraint, milp
     except ImportError as error:
-        raise ImportError(
-            "Choosing variants under a target needs scipy. Install it: pip install 'outsize[prune]'."
+        raise ConfigError(
+            "prune.target: choosing variants needs scipy. Install it: pip install 'outsize[prune]'."
         ) from error
     return milp, LinearConstraint, Bounds, sparse

@@ -80,30 +80,39 @@ class CostMeter:
         """Of one sub-block of a layer that is changed in this way. `LayerChange()`: as the teacher has it."""
         others = frozenset(self.parts) - {part}
         only = replace(change, skip=change.skip | others, linear=change.linear - others)
-        return self._of(layer, only) - self._of(layer, LayerChange(skip=frozenset(self.parts)))
+        return self._of((layer,), only) - self._of((layer,), self._nothing)
+
+    def beside_parts(self, layer: int) -> Cost:
+        """Of what a layer has beside its parts: norms that several parts read, or that follow a part."""
+        return self._of((layer, layer), self._nothing) - self._of((layer,), self._nothing)
 
     def outside(self) -> Cost:
         """Of everything but the layers."""
-        return self._of(0, LayerChange(skip=frozenset(self.parts)))
+        return self._of((0,), self._nothing) - self.beside_parts(0)
 
-    def _of(self, layer: int, change: LayerChange) -> Cost:
+    @property
+    def _nothing(self) -> LayerChange:
+        return LayerChange(skip=frozenset(self.parts))
+
+    def _of(self, layers: tuple[int, ...], change: LayerChange) -> Cost:
         types = getattr(self.config, "layer_types", None)
         key = (
-            types[layer] if types else None,
+            tuple(types[layer] if types else None for layer in layers),
             tuple(sorted(change.sizes.items())),
             tuple(sorted(change.skip)),
             tuple(sorted(change.linear)),
         )
         if key not in self._known:
-            self._known[key] = self._measured(layer, change)
+            self._known[key] = self._measured(layers, change)
         return self._known[key]
 
     @torch.no_grad()
-    def _measured(self, layer: int, change: LayerChange) -> Cost:
-        config, parent = with_layers(self.config, [layer]), self.parent
+    def _measured(self, layers: tuple[int, ...], change: LayerChange) -> Cost:
+        config, parent = with_layers(self.config, layers), self.parent
         if change != LayerChange():
-            config = pruned_config(config, parent, self.layer_list, self.parts, {0: change})
-            parent = pruned_class(config)
+            changes = dict.fromkeys(range(len(layers)), change)
+            config = pruned_config(config, parent, self.layer_list, self.parts, changes)
+            parent = pruned_class(config, parent)
         with self.device.torch_device:  # which draws its weights in no time
             model: Any = parent._from_config(config, dtype=self.dtype)  # type: ignore[attr-defined]
         params = sum(each.numel() for each in model.parameters())

@@ -38,9 +38,9 @@ def pruned_config(
 ) -> Any:
     """A copy of the teacher's config with `per_layer_config`. `parent`: its class; `changes`: by layer index.
 
-    transformers' own class must refuse it, whatever changed: it would ignore `skip`, and initialize weights that the
-    files lack. It refuses sizes that differ between layers. So a part that is skipped or linear also gets another size,
-    which nothing uses.
+    transformers' own class must refuse a folder with it, whatever changed: it would ignore `skip`, and initialize
+    weights that the files lack. It refuses sizes that differ between layers. So a part that is skipped or linear also
+    gets another size, which nothing uses. `require_refused` checks it.
     """
     per_layer: dict[int, dict[str, Any]] = {}
     for index, change in changes.items():
@@ -67,13 +67,16 @@ def pruned_config(
         "auto_map": {"AutoModelForCausalLM": f"{MODELING_FILE.removesuffix('.py')}.Pruned{parent.__name__}"},
         "architectures": [f"Pruned{parent.__name__}"],
     }
-    made = type(config).from_dict(values)
-    if changes and not made.per_layer_attributes:
+    return type(config).from_dict(values)
+
+
+def require_refused(config: Any) -> None:
+    """Refuse a `pruned_config` for a folder if transformers' own class would accept it."""
+    if config.per_layer_config and not config.per_layer_attributes:
         raise ModelUnsupported(
-            f"transformers would load a pruned {parent.__name__} as a whole one, with random weights in what was "
-            "removed. Use form: padded."
+            f"prune.form: transformers would load a pruned {config.pruned_layers['parent']} as a whole one, with "
+            "random weights in what was removed. Use form: padded."
         )
-    return made
 
 
 def with_layers(config: Any, layers: Sequence[int]) -> Any:

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("scipy", reason="extra prune")
 
+from outsize.base.errors import OutsizeError
 from outsize.methods.bypass.choose import Limit, NoChoiceFound, Option, TargetInfeasible, choose, choose_uniform
 
 COSTS = ("params", "memory", "latency")
@@ -199,6 +200,53 @@ def test_uniform_equals_exhaustive_search(seed):
     assert found.score == pytest.approx(min(scores), abs=1e-12)
     kinds = {tuple(found.names[group] for group in groups) for groups in layers.values()} - {("skip", "skip")}
     assert len(kinds) <= 1
+
+
+def test_the_limit_that_a_message_names_is_enough():
+    for large in (123456789.0, 0.123456789012):
+        options = [Option("a", "v", 0.0, {"params": large}), Option("b", "v", 0.0, {"params": large})]
+        with pytest.raises(TargetInfeasible) as e:
+            choose(options, [Limit("params", large / 4)])
+        assert choose(options, [Limit("params", float(re.search(r"params (\S+)\.$", str(e.value))[1]))])
+
+
+def uniform_case(layers=4):
+    chance = random.Random(0)
+    groups = {f"{layer:02}": (f"{layer:02}.attention", f"{layer:02}.ffn") for layer in range(layers)}
+    sizes = {"full": 1.0, "half": 0.5, "skip": 0.0}
+    options = [
+        Option(group, name, 0.0 if name == "full" else chance.random(), {"params": size, "latency": 2 * size + 1})
+        for pair in groups.values()
+        for group in pair
+        for name, size in sizes.items()
+    ]
+    return options, groups
+
+
+def test_uniform_names_the_nearest_target_of_all_its_choices():
+    options, groups = uniform_case()
+    with pytest.raises(TargetInfeasible) as error:
+        choose_uniform(options, [Limit("params", 0.2, 0.1)], groups)
+    assert error.value.nearest == {"params": 1.0}  # one layer with both halves
+    assert error.value.alone == {"params": (0.0, 8.0)}
+    shifted = error.value.plus({"params": 10.0})
+    assert shifted.nearest == {"params": 11.0} and "params ≥ 10.1 and ≤ 10.2" in str(shifted)
+
+
+def test_uniform_is_proven_only_if_all_of_its_choices_are():
+    """What was not searched to its end may be better."""
+    chance = random.Random(0)
+    layers = {f"{layer:03}": (f"{layer:03}.attention", f"{layer:03}.ffn") for layer in range(200)}
+    options = [
+        Option(group, name, chance.random() * (name != "full"), {c: chance.random() * (name != "skip") for c in COSTS})
+        for pair in layers.values()
+        for group in pair
+        for name in ("full", "half", "third", "skip")
+    ]
+    limits = [Limit(cost, 70.0) for cost in COSTS]
+    found = choose_uniform(options, limits, layers, time_limit=1e-9)
+    assert not found.proven and all(limit.allows(found.costs[limit.cost]) for limit in limits)
+    assert issubclass(TargetInfeasible, OutsizeError) and issubclass(NoChoiceFound, OutsizeError)  # no traceback
 
 
 def test_options_without_finite_numbers_are_refused():

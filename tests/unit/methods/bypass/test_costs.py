@@ -35,7 +35,7 @@ def test_parameters_and_cache_add_up_to_the_whole_model(kind):
     found = [costs.outside()]
     for layer in layers:
         change = CHANGES.get(layer, LayerChange())
-        found += [costs.cost(layer, part, change) for part in ("attention", "mlp")]
+        found += [costs.beside_parts(layer), *(costs.cost(layer, part, change) for part in ("attention", "mlp"))]
     assert sum(each.params for each in found) == sum(each.numel() for each in model.parameters())
     assert sum(each.weight_bytes for each in found) == sum(each.nbytes for each in model.parameters())
     with torch.no_grad():

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import outsize
 from outsize.base.errors import ModelUnsupported
 from outsize.config.read import read_config
-from outsize.methods.bypass.pruned_config import LayerChange, pruned_config
+from outsize.methods.bypass.pruned_config import LayerChange, pruned_config, require_refused
 from outsize.model.build import build_model
 from outsize.model.pruned import MODELING_FILE
 from outsize.run.train import train_run
@@ -148,7 +148,7 @@ def test_names_of_code_files_cannot_leave_the_folder(tmp_path):
 def test_a_change_that_the_plain_class_would_ignore_is_refused():
     config = teacher_config("llama")
     with pytest.raises(ModelUnsupported, match="Use form: padded"):
-        pruned_config(config, LlamaForCausalLM, "model.layers", parts("llama"), {0: LayerChange()})
+        require_refused(pruned_config(config, LlamaForCausalLM, "model.layers", parts("llama"), {0: LayerChange()}))
 
 
 def test_modeling_file_is_short(tmp_path):
