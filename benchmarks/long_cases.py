@@ -2,6 +2,7 @@
 there is a plan, else on the CPU.
 """
 
+import contextlib
 import itertools
 import math
 import re
@@ -9,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ from outsize.run.random_weights import random_model, random_text
 from outsize.run.shapes import SHAPES, shape_config
 from outsize.schedule.pins import Pins
 from outsize.schedule.render import summary
+from outsize.setup import planner
 from outsize.setup.prepare import prepare
 
 if TYPE_CHECKING:
@@ -57,6 +59,32 @@ def _kernel(case: "Case", tiny: bool) -> str:
     return "auto" if tiny else case.sdp_kernel
 
 
+@contextlib.contextmanager
+def _timed_profile() -> Iterator[dict[str, float]]:
+    """Seconds of the profiling run of what is prepared within the block, and those of counting bytes on shapes."""
+    found: dict[str, float] = {}
+    profile = planner.profile_within_budget
+
+    def timed(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **settings: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **settings)
+            finally:
+                found[key] = found.get(key, 0.0) + time.perf_counter() - began
+
+        return run
+
+    def run(trace: Any, count: Any, *args: Any, **settings: Any) -> Any:
+        return timed("profile_s", profile)(trace, timed("count_s", count), *args, **settings)
+
+    planner.profile_within_budget = run
+    try:
+        yield found
+    finally:
+        planner.profile_within_budget = profile
+
+
 def engine(case: "Case", tiny: bool) -> dict[str, Any]:
     """A run with a plan, and its first steps beside the plan."""
     device = choose_device("sim:1GiB" if tiny else None)
@@ -67,16 +95,17 @@ def engine(case: "Case", tiny: bool) -> dict[str, Any]:
         model = add_adapter(model, lora(r=16, task_type="CAUSAL_LM"))
     batches = random_text(config, 1, tokens, number=2)
     began = time.perf_counter()
-    made = prepare(
-        model,
-        batches[0],
-        optimizer=AdamW(lr=1e-5, update="in_backward"),
-        gpu_memory=None if tiny else case.gpu_memory,
-        device=device,
-        weights=weights,
-        pins=Pins(**{_PINS[case.kept]: "all"}) if case.kept else None,  # type: ignore[arg-type]
-        tile_tokens=TINY_TILE if tiny else TILE_TOKENS,
-    )
+    with _timed_profile() as profiled:
+        made = prepare(
+            model,
+            batches[0],
+            optimizer=AdamW(lr=1e-5, update="in_backward"),
+            gpu_memory=None if tiny else case.gpu_memory,
+            device=device,
+            weights=weights,
+            pins=Pins(**{_PINS[case.kept]: "all"}) if case.kept else None,  # type: ignore[arg-type]
+            tile_tokens=TINY_TILE if tiny else TILE_TOKENS,
+        )
     prepare_seconds = time.perf_counter() - began
     try:
         plan, clock = made.plan, Clock.of_engine(made)
@@ -101,6 +130,7 @@ def engine(case: "Case", tiny: bool) -> dict[str, Any]:
             "layers": config.num_hidden_layers,
             "layer_input_gib": tokens * config.hidden_size * 2 / GiB,
             "prepare_s": prepare_seconds,
+            **profiled,
             "first_step_s": first,
             "step_s": seconds,
             "times": times,
@@ -213,11 +243,11 @@ def packed_row(case: "Case", tiny: bool) -> dict[str, Any]:
     return flat
 
 
-_TESTS = ("test_offload.py", "test_attention.py", "test_packed.py")
+_TESTS = ("test_offload.py", "test_attention.py", "test_tiles.py", "test_packed.py")
 
 
 def tests(case: "Case", tiny: bool) -> dict[str, Any]:
-    """The tests of the offload, of attention and of packed rows that need a GPU."""
+    """The tests of the offload, of attention, of tiles and of packed rows that need a GPU."""
     files = [f"tests/gpu/{name}" for name in _TESTS]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *(["--collect-only"] if tiny else []), *files]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", check=False)

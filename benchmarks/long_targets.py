@@ -15,6 +15,8 @@ _OURS = [
     "host_gib",
     "planned_host_gib",
     "prepare_s",
+    "profile_s",
+    "count_s",
     "layer_input_gib",
     "num_tiled",
     "backward_peak_h",

@@ -41,6 +41,7 @@ def test_cases_of_each_kind_are_measured(tmp_path: Path, monkeypatch: pytest.Mon
         assert row["losses_finite"] and row["num_tiled"] == 19
         assert row["gpu_peak_gib"] == row["planned_gpu_peak_gib"]
         assert row["tokens_per_s"] == pytest.approx(64 / row["step_s"])
+    assert 0 < found[engines[0]]["profile_s"] < found[engines[0]]["prepare_s"]
     assert "recompute" in found[engines[0]]["plan"] and "offload+attention" in found[engines[1]]["plan"]
     assert found["alone-32k-attention"]["case"] == "outsize hidden_states+attention"
     whole, tiled = found["layer-whole"], found["layer-tiled"]
