@@ -27,6 +27,8 @@ from outsize.transfer.transfer_queue import TransferQueue
 _IN_FLIGHT, _PREFETCH = 2, 1
 _KEEP_LAST = _IN_FLIGHT + _PREFETCH
 """The layers that backward needs first: their copies could not return in time, or would gain nothing."""
+_KEEP_LAST_WITH_ATTENTION = _PREFETCH
+"""Sets are twice as large, and all that are kept are on the GPU at the peak: the backward of the last layer."""
 
 
 def enable_hidden_states_offload(
@@ -99,7 +101,7 @@ def enable_offload(
     record = OFFLOADING[name]
     _require_supported(model)
     layers = find_layers(model, blocks)
-    keep_last = 0 if record.is_synchronous else _KEEP_LAST
+    keep_last = 0 if record.is_synchronous else _KEEP_LAST_WITH_ATTENTION if save_attention else _KEEP_LAST
     if not layers:
         raise ModelUnsupported(
             f"{type(model).__name__}: no layers were found, so nothing would be offloaded. Name the lists with "
