@@ -144,6 +144,7 @@ def engine(case: "Case", tiny: bool) -> dict[str, Any]:
             "attention": plan.attention,
             "profiled_at": list(plan.extrapolated_from),
             "num_tiled": len(plan.tiled),
+            "provenance": plan.provenance,
             "plan": summary(plan),
             "losses_finite": all(math.isfinite(loss) for loss in losses),
         }
