@@ -9,10 +9,10 @@
     PYTHONPATH=src python3 -m benchmarks.long --out /tmp/found --tiny            # starts everything, without a GPU
 
 Shape of qwen3-8b, random weights, batch 1, attention by cuDNN on both sides (`flash-32k`: flash). Comparisons of speed
-have fewer layers than the model. `engine` is a plan with AdamW and everything on the GPU; `alone` the offload without a
-plan, forward and backward, as the peers of carry/bench/peers_long.py. The others are whole runs: first steps beside
-their plans. A step of 256k tokens takes four minutes, so not all parts fit one command: those that do not are named
-with the command for them.
+have fewer layers than the model. `engine` is a plan with AdamW, and as much on the GPU as fits; `alone` the offload
+without a plan, forward and backward, as the peers of carry/bench/peers_long.py. The others are whole runs: first steps
+beside their plans. A step of 256k tokens takes four minutes, so not all parts fit one command: those that do not are
+named with the command for them.
 """
 
 from collections.abc import Iterator

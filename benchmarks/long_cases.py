@@ -5,6 +5,7 @@ there is a plan, else on the CPU.
 import contextlib
 import itertools
 import math
+import os
 import re
 import statistics
 import subprocess
@@ -251,7 +252,10 @@ def tests(case: "Case", tiny: bool) -> dict[str, Any]:
     """The tests of the offload, of attention, of tiles and of packed rows that need a GPU."""
     files = [f"tests/gpu/{name}" for name in _TESTS]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *(["--collect-only"] if tiny else []), *files]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", check=False)
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # for torch's deterministic mode
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace", check=False
+    )
     lines = [line for line in ran.stdout.splitlines() if line.strip()]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", lines[-1])}
