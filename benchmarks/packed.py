@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from outsize.data.packing import boundaries
+from outsize.device.choose import choose_device
+from outsize.device.device import Device
 from outsize.model.packed_attention import VARLEN, register
 from outsize.run.shapes import SHAPES, shape_config
 
@@ -31,34 +33,35 @@ def positions_of(tokens: int, documents: int) -> Tensor:
     return torch.cat([torch.arange(len(part)) for part in np.array_split(np.arange(tokens), documents)])[None]
 
 
-def decoder_layer(attention: str, tokens: int) -> Any:
+def decoder_layer(attention: str, tokens: int, shape: str, place: str) -> Any:
     """A model of one layer, without a head. Its mask is made as in every model."""
     from transformers import AutoModel
 
-    config = shape_config({**SHAPES["qwen3-8b"], "num_hidden_layers": 1, "vocab_size": 1024}, seq=tokens)
+    config = shape_config({**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 1024}, seq=tokens)
     config._attn_implementation = attention
-    with torch.device("cuda"):
+    with torch.device(place):
         return AutoModel.from_config(config, dtype=torch.bfloat16).train()
 
 
-def measure(run: Callable[[], Tensor]) -> dict[str, float]:
+def measure(run: Callable[[], Tensor], device: Device, repeats: int) -> dict[str, float]:
     """Milliseconds (median) of a forward and of its backward, and the peak in GiB above what was allocated."""
     forwards, backwards = [], []
-    base = torch.cuda.memory_allocated()
-    for repeat in range(REPEATS + 1):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        out = run()
-        torch.cuda.synchronize()
-        middle = time.perf_counter()
-        out.sum().backward()
-        torch.cuda.synchronize()
-        if repeat:  # the first loads kernels
-            forwards.append(1e3 * (middle - begin))
-            backwards.append(1e3 * (time.perf_counter() - middle))
-        del out
-    peak = (torch.cuda.max_memory_allocated() - base) / 2**30
+    with device.meter() as meter:
+        base = meter.level()
+        meter.reset_peak()
+        for repeat in range(repeats + 1):
+            device.synchronize()
+            begin = time.perf_counter()
+            out = run()
+            device.synchronize()
+            middle = time.perf_counter()
+            out.sum().backward()
+            device.synchronize()
+            if repeat:  # the first loads kernels
+                forwards.append(1e3 * (middle - begin))
+                backwards.append(1e3 * (time.perf_counter() - middle))
+            del out
+        peak = (meter.peak() - base) / 2**30
     return {
         "forward_ms": round(statistics.median(forwards), 2),
         "backward_ms": round(statistics.median(backwards), 2),
@@ -66,8 +69,11 @@ def measure(run: Callable[[], Tensor]) -> dict[str, float]:
     }
 
 
-def rows(tokens: int, documents: int) -> dict[str, dict[str, float]]:
+def rows(
+    tokens: int, documents: int, *, place: str = "cuda", shape: str = "qwen3-8b", repeats: int = REPEATS
+) -> dict[str, dict[str, float]]:
     register()
+    device = choose_device(place)
     found: dict[str, dict[str, float]] = {}
     for name, attention, count in (
         ("varlen", VARLEN, documents),
@@ -76,22 +82,23 @@ def rows(tokens: int, documents: int) -> dict[str, dict[str, float]]:
     ):
         positions = positions_of(tokens, count)
         given: dict[str, Any] = boundaries(positions.numpy()) if attention == VARLEN else {}
-        given = {key: value.cuda() if isinstance(value, Tensor) else value for key, value in given.items()}
-        model = decoder_layer(attention, tokens)
-        ids = torch.randint(1024, (1, tokens), device="cuda")
-        places = positions.cuda()
+        given = {key: value.to(place) if isinstance(value, Tensor) else value for key, value in given.items()}
+        model = decoder_layer(attention, tokens, shape, place)
+        ids = torch.randint(1024, (1, tokens), device=place)
+        places = positions.to(place)
 
         def layer(model: Any = model, ids: Tensor = ids, places: Tensor = places, given: Any = given) -> Tensor:
             out: Tensor = model(input_ids=ids, position_ids=places, use_cache=False, **given).last_hidden_state
             return out
 
         try:
-            found[name] = measure(layer)
+            found[name] = measure(layer, device, repeats)
         except torch.cuda.OutOfMemoryError:
             found[name] = {}
         print(f"{name:24} {found[name] or 'out of memory'}", flush=True)
         del model, layer
-        torch.cuda.empty_cache()
+        if device.is_gpu:
+            torch.cuda.empty_cache()
     totals = {name: one["forward_ms"] + one["backward_ms"] for name, one in found.items() if one}
     if "masked" in totals:
         print(f"masked takes {totals['masked'] / totals['varlen']:.1f} × as long as varlen (layer, forward + backward)")

@@ -54,7 +54,8 @@ def test_the_bits_are_those_of_gradient_checkpointing_d37(kind: str, autocast: b
         with outsize.hidden_states_offload(model, **given) as offload:
             for _ in range(2):
                 assert same(step(model, batch, autocast), found[False])
-            assert offload.num_sent == 2 * KINDS[kind] and offload.used_bytes == 0
+            more = 2 if given.get("save_attention") else 0  # only the last layer stays on the device
+            assert offload.num_sent == 2 * (KINDS[kind] + more) and offload.used_bytes == 0
     assert not model.is_gradient_checkpointing
 
 

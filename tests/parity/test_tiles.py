@@ -72,12 +72,12 @@ def tiled(model: nn.Module, names: tuple[str, ...], tile: int = TILE) -> Iterato
 
 
 @functools.cache
-def plain(kind: str, dtype: torch.dtype) -> Outcome:
-    """The plain loop with the same modules over tiles."""
+def plain(kind: str, dtype: torch.dtype) -> tuple[Outcome, Tensor]:
+    """The plain loop with the same modules over tiles, and the random state at its end."""
     model = make(kind, dtype)
     names = tiled_modules(make(kind, dtype), batch(kind))
     with tiled(model, names):
-        return cells.plain(model, [batch(kind)], spec=Cell(kind=kind).spec, steps=2)
+        return cells.plain(model, [batch(kind)], spec=Cell(kind=kind).spec, steps=2), torch.get_rng_state()
 
 
 def prepare(kind: str, dtype: torch.dtype, **how: Any) -> Engine:
@@ -93,11 +93,14 @@ def prepare(kind: str, dtype: torch.dtype, **how: Any) -> Engine:
 
 
 def train_and_compare(kind: str, dtype: torch.dtype, **how: Any) -> set[str]:
-    """Bits are those of the plain loop, memory is as predicted. Returns the strategies of the plan."""
+    """Bits and random numbers are those of the plain loop, memory is as predicted. Returns the plan's strategies."""
     with cells.closing(prepare(kind, dtype, **how)) as engine:
         assert engine.plan.tile_tokens == TILE and engine.plan.tiled
         found = cells.train(engine.model, engine.optimizer, [batch(kind)], steps=2, accumulate=1, engine=engine)
-        cells.assert_same(found, plain(kind, dtype))
+        rng = torch.get_rng_state()
+        expected, rng_of_plain = plain(kind, dtype)
+        cells.assert_same(found, expected)
+        assert torch.equal(rng, rng_of_plain)
         assert engine.report().gpu_peak_bytes == engine.plan.estimate.gpu_bytes
         return set(engine.plan.decision.strategies)
 

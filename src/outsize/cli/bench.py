@@ -74,9 +74,13 @@ def bench(
     activations: Annotated[
         str | None,
         typer.Option(
-            help="With --long: hidden_states, hidden_states+attention (on the host), or checkpoint.",
+            help="With --long: hidden_states, hidden_states+attention (on the host), disk, or checkpoint.",
             show_default="hidden_states",
         ),
+    ] = None,
+    sdp_kernel: Annotated[
+        str | None,
+        typer.Option(help="With --long: SDPA's kernel: flash, cudnn, efficient or math.", show_default="torch chooses"),
     ] = None,
 ) -> None:
     if model is not None and not Path(model).exists():
@@ -90,10 +94,12 @@ def bench(
     }
     if long and (beside := [option for option, value in of_plans.items() if value is not None]):
         raise ConfigError(f"--long: {', '.join(beside)} has no effect without a plan. Leave it out.")
-    if activations is not None and not long:
-        raise ConfigError("--activations has no effect without --long. Add it.")
+    of_long = {"--activations": activations, "--sdp-kernel": sdp_kernel}
+    if not long and (alone := [option for option, value in of_long.items() if value is not None]):
+        raise ConfigError(f"{', '.join(alone)} has no effect without --long. Add it.")
     if long:
-        _bench_long(model, tokens=seq, activations=activations or "hidden_states", device=device, steps=steps)
+        kept, kernel = activations or "hidden_states", sdp_kernel or "auto"
+        _bench_long(model, tokens=seq, activations=kept, device=device, steps=steps, sdp_kernel=kernel)
         return
 
     # Imports take seconds: wrong options were reported before them.
@@ -166,21 +172,27 @@ def bench(
         raise typer.Exit(1)
 
 
-def _bench_long(model: str | None, *, tokens: int | None, activations: str, device: str | None, steps: int) -> None:
+def _bench_long(
+    model: str | None, *, tokens: int | None, activations: str, device: str | None, steps: int, sdp_kernel: str
+) -> None:
     from outsize.device.choose import choose_device
+    from outsize.device.sdp_kernel import KERNELS
     from outsize.model.build import load_config
     from outsize.run.bench_long import ACTIVATIONS, bench_long
     from outsize.run.quiet import quiet
 
     quiet()
     require_one_of(ACTIVATIONS, activations, "--activations")
+    require_one_of(("auto", *KERNELS), sdp_kernel, "--sdp-kernel")
     chosen = choose_device(device)
     if chosen.is_simulated:
         raise ConfigError("--long measures a real device, and sim has no speed of its own. Use --device cuda or cpu.")
     model = model or ("qwen3-8b" if chosen.is_gpu else "tiny")
     tokens = tokens or (32768 if chosen.is_gpu else 64)
     config = shape_config(SHAPES[model], seq=tokens) if model in SHAPES else load_config(model)
-    found = bench_long(model, config, tokens=tokens, activations=activations, device=chosen, steps=steps)
+    found = bench_long(
+        model, config, tokens=tokens, activations=activations, device=chosen, steps=steps, sdp_kernel=sdp_kernel
+    )
     print(f"{found}\n\nRESULT {json.dumps(found.record())}")
     if not all(math.isfinite(loss) for loss in found.losses):
         print("WRONG      a loss is not finite")

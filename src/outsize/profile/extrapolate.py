@@ -42,7 +42,8 @@ def extrapolated(points: Sequence[LengthPoint], tokens: int, counted: ModelTrace
 
     Args:
         points: at least two lengths.
-        counted: the bytes of the whole rows, counted on shapes; the points then have theirs too. None: unknown.
+        counted: the bytes of the whole rows, counted on shapes; the two longest points then have theirs too. None:
+            unknown.
     """
     points = sorted(points, key=lambda point: point.tokens)
     curve = _Curve(tuple(point.tokens for point in points), tokens, all(p.trace.counts_launches for p in points))
@@ -55,7 +56,7 @@ def extrapolated(points: Sequence[LengthPoint], tokens: int, counted: ModelTrace
         made = _along_lines(curve, traces)
         how = "peaks grow at least in proportion"
     else:
-        made = _beside_counted(curve, traces, on_shapes, counted)
+        made = _beside_counted(curve, traces[-len(on_shapes) :], on_shapes, counted)
         how = "bytes of the whole rows are counted on shapes"
     if made is None:
         return None

@@ -27,6 +27,9 @@ from outsize.transfer.transfer_queue import TransferQueue
 _IN_FLIGHT, _PREFETCH = 2, 1
 _KEEP_LAST = _IN_FLIGHT + _PREFETCH
 """The layers that backward needs first: their copies could not return in time, or would gain nothing."""
+_KEEP_LAST_OF_LARGE_SETS = _PREFETCH
+"""With outputs of attention sets are twice as large, with all that layers save many times. All that are kept are on the
+GPU at the peak: the backward of the last layer."""
 
 
 def enable_hidden_states_offload(
@@ -99,7 +102,6 @@ def enable_offload(
     record = OFFLOADING[name]
     _require_supported(model)
     layers = find_layers(model, blocks)
-    keep_last = 0 if record.is_synchronous else _KEEP_LAST
     if not layers:
         raise ModelUnsupported(
             f"{type(model).__name__}: no layers were found, so nothing would be offloaded. Name the lists with "
@@ -107,6 +109,8 @@ def enable_offload(
         )
     is_frozen = has_frozen_base(model)
     strategy = record.frozen if is_frozen else record.full
+    is_large = save_attention or strategy == "swap"
+    keep_last = 0 if record.is_synchronous else _KEEP_LAST_OF_LARGE_SETS if is_large else _KEEP_LAST
     if name == "hidden_states" and is_frozen:
         log.warning(
             "hidden_states recomputes every layer, and most weights are frozen. activation_offloading: true copies "

@@ -164,8 +164,9 @@ class _ShorterRows:
         if counted is None and self._needs_count:
             return None
         if counted is not None:
-            points = [self._with_count(point) for point in points]
-            counted = counted if all(point.counted is not None for point in points) else None
+            longest = [self._with_count(point) for point in points[-2:]]  # bytes beyond the count are on a line
+            points = [*points[:-2], *longest]
+            counted = counted if all(point.counted is not None for point in longest) else None
         made = extrapolated(points, self._tokens, counted)
         if made is None and counted is not None and not self._needs_count:
             made = extrapolated([LengthPoint(tokens=p.tokens, trace=p.trace) for p in points], self._tokens, None)

@@ -26,6 +26,8 @@ from outsize.transfer.placed_pieces import PlacedPieces
 _BLOCK = 4096
 """Direct I/O needs memory, offsets and sizes that are multiples of this."""
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_NO_RESERVATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+"""Of file systems that cannot reserve blocks. glibc then writes single bytes, which direct I/O refuses."""
 STAGING_BYTES = 32 * 2**20
 
 
@@ -55,13 +57,15 @@ class FileArena:
         return self.pieces.used_bytes
 
     def take(self, num_bytes: int) -> int:
-        """The number of a piece, whose blocks on the disk are reserved. Raises TransferError if the disk is full."""
+        """The number of a piece, whose blocks on the disk are reserved. Raises TransferError if the disk is full; where
+        the file system cannot reserve them, the write does.
+        """
         num_bytes = _rounded(num_bytes)
         number = self.pieces.place(num_bytes)
         if number is None:
             start = self.pieces.end_of_last(0)
             try:
-                os.posix_fallocate(self._fd, start, num_bytes)
+                self._extend(start, num_bytes)
             except OSError as error:
                 os.ftruncate(self._fd, self.pieces.areas[0])
                 raise self._error("extended", error, f"It has {show_bytes(self.num_bytes)}. ") from None
@@ -69,6 +73,14 @@ class FileArena:
             number = self.pieces.place(num_bytes)
         assert number is not None
         return number
+
+    def _extend(self, start: int, num_bytes: int) -> None:
+        try:
+            os.posix_fallocate(self._fd, start, num_bytes)
+        except OSError as error:
+            if error.errno not in _NO_RESERVATION:
+                raise
+            os.ftruncate(self._fd, start + num_bytes)
 
     def give_back(self, number: int) -> None:
         self._failed.pop(number, None)

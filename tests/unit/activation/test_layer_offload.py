@@ -24,6 +24,7 @@ from outsize.base.errors import EngineMisuse, ModelUnsupported, TransferError
 from outsize.device.cpu import CpuDevice
 from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
+from outsize.setup.activation_offload import hidden_states_offload
 from outsize.transfer.transfer_queue import TransferQueue
 
 DEVICES = {"cpu": CpuDevice, "sim": lambda: SimDevice(lookup("64MiB")), "late copies": ThreadedCpu}
@@ -382,6 +383,33 @@ def test_attention_is_computed_once_if_it_is_saved(keep_last: int) -> None:
         gradients()
         assert kernels() == 6
         assert queue.arena.num_bytes >= 2 * (6 - keep_last) * INPUT_BYTES
+
+
+def test_with_attention_the_peak_is_that_of_one_layer_and_one_prefetched() -> None:
+    """With all weights frozen, whose gradients would add up. A set has an input and the outputs of attention."""
+
+    def peak(num_layers: int, save_attention: bool) -> int:
+        model, x = nn.Sequential(*(Attends() for _ in range(num_layers))).requires_grad_(False), inputs()
+        device = SimDevice(lookup("64MiB"))
+        device.open(1, 64 * MiB)
+        device.watching(True)
+        try:
+            with hidden_states_offload(model, save_attention=save_attention, device=device) as offload:
+                base = device.observer.live_bytes
+                loss = model(x).square().sum()
+                device.observer.reset_peak()
+                torch.autograd.grad(loss, x)
+                assert offload.num_sent == num_layers - (1 if save_attention else 3)
+                return device.observer.peak_bytes - base
+        finally:
+            device.watching(False)
+            device.close(1)
+
+    found = peak(8, save_attention=True)
+    assert found == peak(32, save_attention=True)
+    outputs = INPUT_BYTES + ROWS * 2 * 4  # the result, and a sum for each token and head
+    # In place of the inputs of three layers: the sets of the layer in use and of the one before it.
+    assert found <= peak(8, save_attention=False) - 3 * INPUT_BYTES + 2 * (INPUT_BYTES + outputs)
 
 
 def test_saving_attention_of_layers_without_it_is_an_error() -> None:

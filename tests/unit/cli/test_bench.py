@@ -35,8 +35,9 @@ def test_takes_a_folder_with_a_config(tmp_path: Path) -> None:
 
 def test_long_rows_forward_and_backward_cost_the_same_gradients_however_activations_are_kept() -> None:
     found = {}
-    for kept in ("hidden_states", "hidden_states+attention", "checkpoint"):
+    for kept in ("hidden_states", "hidden_states+attention", "disk", "checkpoint"):
         args = ["bench", "--long", "--device", "cpu", "--seq", "48", "--steps", "2", "--activations", kept]
+        args += ["--sdp-kernel", "flash"]
         result = runner.invoke(app, args)
         assert result.exit_code == 0, result.output
         assert "gradients in bf16 kept, no optimizer" in result.output and "tokens/s" in result.output
@@ -51,6 +52,9 @@ def test_long_rows_forward_and_backward_cost_the_same_gradients_however_activati
     [
         (["--long", "--clip", "1.0"], "--clip has no effect without a plan"),
         (["--activations", "checkpoint"], "no effect without --long"),
+        (["--sdp-kernel", "flash"], "no effect without --long"),
+        (["--long", "--sdp-kernel", "cudn"], "Did you mean cudnn?"),
+        (["--long", "--device", "cpu", "--sdp-kernel", "cudnn"], "cudnn is a kernel of CUDA GPUs"),
         (["--long", "--activations", "hidden"], "Did you mean hidden_states?"),
         (["--long", "--device", "sim:8MiB"], "sim has no speed of its own"),
         (["--model", "llama3b"], "Did you mean llama-3b?"),

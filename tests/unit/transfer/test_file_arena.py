@@ -1,5 +1,6 @@
 """FileArena: sets of tensors that leave the device are in a file, which no folder shows and no crash leaves behind."""
 
+import errno
 import gc
 import os
 import re
@@ -161,6 +162,27 @@ def test_direct_io_is_used_and_a_file_system_without_it_is_written_all_the_same(
     arena.copy_out(number, buffer)
     tensors.attach_buffer(buffer)
     assert torch.equal(tensors.unpack(handle), torch.arange(1000))
+
+
+def test_a_file_system_that_cannot_reserve_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file grows without them, and a full disk is found by the write."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    model, x = Model(), inputs()
+    expected = step(model, x)
+    with offloading(model, CpuDevice(), arena=partial(in_file, tmp_path), keep_last=0) as (offload, queue):
+        for _ in range(2):
+            assert same(step(model, x), expected)
+        assert offload.num_sent == 12 and os.fstat(queue.arena._fd).st_size == queue.arena.num_bytes
+    with (
+        offloading(model, CpuDevice(), arena=partial(in_file, tmp_path), keep_last=0) as (_, queue),
+        largest_file(4 * BLOCK),
+        pytest.raises(TransferError, match="cannot be extended"),
+    ):
+        step(model, x)
 
 
 KILLED = """
