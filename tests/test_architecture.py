@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, str] = {
     "methods": "base checkpoint.tensorfile compat device layout model optim progress reference transfer.batch_cache",
     "loss": "base compat",
     # Top-level modules count as packages of one file. `outsize` is the package itself.
-    "hub": "",
+    "hub": "base",
     "progress": "",
     "reference": "base optim.clip optim.split",
     "osft": "methods",

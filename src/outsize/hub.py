@@ -1,8 +1,18 @@
-"""Asks the Hugging Face hub whether it can be reached, before libraries retry for half a minute."""
+"""Tells paths from hub ids, and asks the Hugging Face hub whether it can be reached, before libraries retry for half a
+minute.
+"""
 
 from pathlib import Path
 
+from outsize.base.errors import ConfigError
+
 _SECONDS = 5
+
+
+def require_model_path(model: str) -> None:
+    """Raise if a model is neither a file or folder nor a possible hub id."""
+    if not Path(model).exists() and not may_be_hub_id(model):
+        raise ConfigError(f"{model}: there is no such folder. Correct the path, or name a hub id (owner/name).")
 
 
 def may_be_hub_id(name: str) -> bool:

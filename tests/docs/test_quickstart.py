@@ -47,4 +47,4 @@ def test_the_quickstart_ends_with_a_model_that_answers(tmp_path: Path, monkeypat
                 exec(compile(block.text, str(block), "exec"), {})
             assert told.getvalue() == "The capital of Japan is Tokyo.\n"
     assert "The capital of France is Paris." in printed
-    assert "result  out\n" in printed and "merged, for from_pretrained" in printed
+    assert "result  out\n" in printed and "saved merged: a plain Hugging Face model, for from_pretrained" in printed

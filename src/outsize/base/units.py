@@ -92,6 +92,19 @@ def show_seconds(seconds: float) -> str:
     return f"{value:.3g} {unit}" if value else "0 s"
 
 
+def show_duration(seconds: float) -> str:
+    """A time of a run for readers: `45 s`, `9 min`, `2 h 5 min`, `3 d 4 h`."""
+    if seconds < 119.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24} h"
+
+
 def _three_digits(value: float) -> str:
     size = abs(value)
     return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"

@@ -21,11 +21,12 @@ from typing import Any
 import psutil
 from safetensors import SafetensorError
 
-from outsize.base.errors import BadFile, SaveFailed
+from outsize.base.errors import BadFile, ConfigError, SaveFailed
 from outsize.base.log import log
 from outsize.base.units import show_bytes
 
 MANIFEST = "outsize.json"
+NAME_ONE = "Name a checkpoint, or the output_dir of a run."
 FORMAT = 1
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _STAGED = ".partial-"
@@ -78,6 +79,7 @@ class StagedDir:
     def publish(self, facts: dict[str, Any]) -> None:
         """Write the manifest and rename the folder to its place. Everything is on disk when this returns."""
         with os_errors_as_save_failed(self.place):
+            self._set_modes()
             inside = sorted(self.path.rglob("*"))
             files = {str(path.relative_to(self.path)): path.stat().st_size for path in inside if path.is_file()}
             for path in inside:
@@ -108,6 +110,7 @@ class StagedDir:
         """
         with os_errors_as_save_failed(self.place):
             self.place.mkdir(exist_ok=True)
+            self._set_modes()
             inside = sorted(self.path.rglob("*"), key=lambda path: (path.suffix == ".json", path))
             for path in inside:
                 sync(path)
@@ -122,6 +125,13 @@ class StagedDir:
                     path.replace(to)
             self.discard()
             sync(self.place)
+
+    def _set_modes(self) -> None:
+        """Files may be read as the user's umask says. safetensors writes files that only their owner can read."""
+        mode = self.path.stat().st_mode & 0o666
+        for path in self.path.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -184,6 +194,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if (found := path.stat().st_size) != size:
             raise BadFile(f"{path} has {found} bytes instead of {size}. {_INCOMPLETE}")
     return facts
+
+
+def require_exists(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder. {NAME_ONE}")
 
 
 def is_plain(folder: Path) -> bool:

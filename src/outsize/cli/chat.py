@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outsize.base.errors import ConfigError
+from outsize.checkpoint.folder import require_exists
 
 if TYPE_CHECKING:
     from outsize.run.chat import Chat
@@ -44,6 +45,8 @@ def chat(
     device: Annotated[str | None, typer.Option(help="cuda or cpu.", show_default="the GPU if there is one")] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Such as 8GiB.", show_default="what is free")] = None,
 ) -> None:
+    require_exists(folder)  # imports take seconds
+
     from outsize.run.chat import Chat, ChatRequest
     from outsize.run.quiet import quiet
 
@@ -77,6 +80,8 @@ def _converse(talk: "Chat") -> None:
     with suppress(ImportError):
         import readline  # noqa: F401 - input() then edits lines
 
+    if sys.stdin.isatty():
+        _say("/new begins a new conversation; /exit or Ctrl-D ends the chat.")
     while (text := _read()) not in (None, "/exit"):
         if text == "/new":
             talk.restart()

@@ -129,7 +129,7 @@ def _probe() -> Iterator[Finding]:
         no = "no: plans take the rates above; run `outsize probe`, which takes seconds"
         yield Finding("note", no) if found is None else Finding("ok", f"yes, plans take the rates {found.provenance}")
     else:
-        yield Finding("note", "no: `outsize probe` can measure the host here, and the card where there is one")
+        yield Finding("note", "no: plans for this machine assume rates; `outsize probe` measures them")
 
 
 def _kernels() -> Iterator[Finding]:

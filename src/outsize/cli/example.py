@@ -13,4 +13,4 @@ def example(
     from outsize.run.example import write_example
 
     write_example(folder)
-    print(f"{folder / 'model'} and {folder / 'data.jsonl'}")
+    print(f"saved {folder / 'model'} (a tiny model) and {folder / 'data.jsonl'} (24 conversations)")

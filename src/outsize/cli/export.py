@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from outsize.checkpoint.folder import require_exists
+
 _DOC = """Write a checkpoint's model (or adapter) as a plain Hugging Face folder, for from_pretrained.
 
 [bold]Examples[/bold]
@@ -23,12 +25,15 @@ def export(
         str | None, typer.Option(help="The adapter's base, if it has moved.", show_default="where the adapter says")
     ] = None,
 ) -> None:
+    require_exists(source)  # imports take seconds
+
     from outsize.run.export import export_folder
     from outsize.run.quiet import quiet
 
     quiet()
     export_folder(source, target, merge=merge, base=base)
-    print(f"{target}, for from_pretrained")
+    is_adapter = (target / "adapter_config.json").exists()
+    print(f"saved {target}: {'a PEFT adapter' if is_adapter else 'a plain Hugging Face model'}, for from_pretrained")
 
 
 export.__doc__ = _DOC

@@ -25,6 +25,7 @@ lanes        share of the step in which each lane is busy
 from         where the numbers are from: measured here, or estimated
 found        how many plans were simulated, and why the runner-up was not chosen
 rows, split  the batch that is planned, if it follows from the data or from batch_size
+run          the steps that are left, and the time they take
 
 faster       settings that train more tokens per second on this machine, each alone
 more         what 4 GiB more GPU memory would gain

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,8 @@ from outsize.base.errors import ConfigError, OutsizeError, PlanInfeasible
 from outsize.base.units import show_bytes, show_enough, show_seconds
 from outsize.cli.legend import LEGEND
 from outsize.cli.options import MICRO_BATCH, SEQUENCE_LEN, require_file, update_mode
-from outsize.hardware.catalog import lookup
+from outsize.hardware.catalog import DEFAULT_HARDWARE, lookup
+from outsize.hub import require_model_path
 from outsize.run.shapes import require_one_of
 from outsize.schedule.render import busiest_lane
 
@@ -154,16 +156,19 @@ def plan(
         "--images": images,
         "--image-size": image_size,
     }
-    print("Measuring the model and planning …", file=sys.stderr, flush=True)
+    say_planning = partial(print, "Measuring the model and planning …", file=sys.stderr, flush=True)
     notes: list[str] = []
     filled = 1.0
     memory = _given(gpu_memory=gpu_memory, host_memory=host_memory)
-    if Path(model).suffix in (".yaml", ".yml"):
+    is_run_file = Path(model).suffix in (".yaml", ".yml")
+    if is_run_file:
         if beside := [option for option, value in settings.items() if value is not None]:
             raise ConfigError(f"{', '.join(beside)}: {model} is a run file, which says it. Use --set key=value.")
         from outsize.config.read import read_config
 
         config = read_config(model, overrides or ())
+        require_model_path(config.base_model)
+        say_planning()
 
         # Imports take seconds: a wrong file was reported before them.
         from outsize.run.plan import plan_request
@@ -177,11 +182,13 @@ def plan(
         if overrides:
             raise ConfigError(f"--set: {model} is no run file. Use the options; outsize plan --help lists them.")
         mode = update_mode(update or "after-step")
+        require_model_path(model)
+        say_planning()
         from outsize.forecast.forecast import ForecastRequest
         from outsize.optim.names import default_spec
 
         first = ForecastRequest(
-            hardware=names[0] if names else "rtx4090",
+            hardware=names[0] if names else DEFAULT_HARDWARE,
             optimizer=default_spec(update=mode),
             micro_batch_size=micro_batch_size,
             batch_size=batch_size,
@@ -206,6 +213,8 @@ def plan(
         _compare(model, first, names)
         return
     made = forecast_or_adapter(model, first)
+    if names is None and not is_run_file:
+        print(f"note: planned for {DEFAULT_HARDWARE}; --hardware names another machine")
     print(made)
     print("`outsize plan --legend` explains these lines.\n")
     print(made.machine_text())

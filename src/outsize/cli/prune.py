@@ -50,11 +50,13 @@ def prune(
     if config is None:
         raise typer.BadParameter("name a run file, or --show with a folder", param_hint="RUN.YAML")
     from outsize.config.read import read_config
+    from outsize.run.paths import require_paths
 
     run = read_config(config, overrides or ())
+    require_paths(run)
 
     print("Reading the data, measuring a layer and planning …", flush=True)
-    # Imports take seconds: a wrong config was reported before them.
+    # Imports take seconds: a wrong config or path was reported before them.
     from rich.console import Console
 
     from outsize.run.prune import choose_run, prune_run

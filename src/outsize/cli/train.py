@@ -34,15 +34,17 @@ def train(
     ] = False,
 ) -> None:
     from outsize.config.read import read_config
+    from outsize.run.paths import require_paths
 
     requested = [
         *(overrides or ()),
         *(["resume_from_checkpoint=true", "auto_resume_from_checkpoints=false"] if resume else ()),
     ]
     run = read_config(config, requested)
+    require_paths(run)
 
     print("Reading the data, measuring the model and planning …", flush=True)
-    # Imports take seconds: a wrong config was reported before them.
+    # Imports take seconds: a wrong config or path was reported before them.
     from rich.console import Console
 
     from outsize.run.quiet import quiet

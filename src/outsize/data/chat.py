@@ -212,8 +212,8 @@ def messages_of(record: Record, source: DatasetConfig) -> list[Message]:
     """The messages with `role` and `content`. Keys without a value, as parquet columns have them, are dropped."""
     messages = record.get(field_of(record.fields, source), key="field_messages")
     if not isinstance(messages, list) or not messages:
-        found = "the list of messages is empty" if messages == [] else f"{json_type(messages)}, not a list of messages"
-        raise DataError(f"{record.place}: {found}. {_CORRECT}")
+        found = "an empty list" if messages == [] else f"{json_type(messages)}, not a list of messages"
+        raise DataError(f"{record.place}: {field_of(record.fields, source)!r} is {found}. {_CORRECT}")
     return [message_of(given, source, f"message {n} of {record.place}") for n, given in enumerate(messages, start=1)]
 
 

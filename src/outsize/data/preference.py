@@ -61,6 +61,12 @@ def pair_of(record: Record, source: DatasetConfig) -> Pair:
 def _columns(record: Record, source: DatasetConfig) -> Pair:
     """The columns prompt, chosen and rejected. Without a prompt, it is what both answers begin with."""
     names = {"prompt": "prompt", "chosen": source.field_chosen, "rejected": source.field_rejected}
+    if not {source.field_chosen, source.field_rejected} & set(record.fields):
+        raise DataError(
+            f"{record.place}: rl: dpo needs pairs of answers, but there are no columns {source.field_chosen!r} and "
+            f"{source.field_rejected!r}; the columns are {', '.join(record.fields) or 'none'}. Name them with "
+            "`field_chosen` and `field_rejected`, or remove `rl` if the data has no pairs."
+        )
     if record.fields.get("prompt") is None:
         del names["prompt"]
     pair = {name: _part(record, column, source) for name, column in names.items()}

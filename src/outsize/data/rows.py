@@ -173,7 +173,7 @@ def check_lengths(rows: Rows, *, sequence_len: int, strategy: Excess) -> None:
             f"{found} (excess_length_strategy: raise). Raise sequence_len, shorten them, or set excess_length_strategy "
             "to split, truncate or drop."
         )
-    done = {"split": "each is split without loss", "truncate": "the rest is cut off", "drop": "they are dropped"}[
+    done = {"split": "each is split into several rows", "truncate": "the rest is cut off", "drop": "they are dropped"}[
         strategy
     ]
     log.warning("%s: %s (excess_length_strategy: %s)", found, done, strategy)

@@ -21,9 +21,15 @@ def read(source: DatasetConfig) -> Iterator[Record]:
         return _saved_records(path, source)
     if path.exists():
         return _local_records(path, source)
-    if path.suffix in READERS or not may_be_hub_id(source.path):
-        raise ConfigError(f"datasets: there is no file or folder {source.path}. Correct `path` of this dataset.")
+    require_data_path(source.path)
     return _hub_records(source)
+
+
+def require_data_path(name: str) -> None:
+    """Raise if a dataset is neither a file or folder nor a possible hub id."""
+    path = Path(name).expanduser()
+    if not path.exists() and (path.suffix in READERS or not may_be_hub_id(name)):
+        raise ConfigError(f"datasets: there is no file or folder {name}. Correct `path` of this dataset.")
 
 
 def _local_records(path: Path, source: DatasetConfig) -> Iterator[Record]:

@@ -20,7 +20,7 @@ from outsize.base.units import exact_bytes, is_count, parse_bytes, show_bytes
 from outsize.device.rng import host_rng_untouched
 from outsize.forecast.example import Images
 from outsize.forecast.fake_trace import config_of, fake_trace
-from outsize.hardware.catalog import CATALOG, lookup
+from outsize.hardware.catalog import CATALOG, DEFAULT_HARDWARE, lookup
 from outsize.hardware.gpu_budget import GpuBudget
 from outsize.hardware.spec import HardwareSpec
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES, ChunkLayout, pack
@@ -54,7 +54,7 @@ class ForecastRequest(PlanRequest):
     sequence_len: int = 2048
     micro_batch_size: int | None = None
     batch_size: int | None = None
-    hardware: str | HardwareSpec = "rtx4090"
+    hardware: str | HardwareSpec = DEFAULT_HARDWARE
     dtype: str = "bfloat16"
     images: int | None = None
     image_size: int = 1024
@@ -145,7 +145,7 @@ def plan(
     sequence_len: int = 2048,
     micro_batch_size: int | None = None,
     batch_size: int | None = None,
-    hardware: str = "rtx4090",
+    hardware: str = DEFAULT_HARDWARE,
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     accumulate: int | None = None,

@@ -15,6 +15,8 @@ from outsize.hardware.machine import read_machine
 from outsize.hardware.spec import HardwareSpec
 
 GiB = 2**30
+DEFAULT_HARDWARE = "rtx4090"
+"""The machine of a plan that names none."""
 MACHINES = Path(__file__).parent / "machines"
 CATALOG: dict[str, HardwareSpec] = {path.stem: read_machine(path).spec for path in sorted(MACHINES.glob("*.yaml"))}
 

@@ -15,7 +15,7 @@ from torch import nn
 from outsize import compat
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported
 from outsize.base.log import log
-from outsize.hub import hub_answers, may_be_hub_id
+from outsize.hub import hub_answers, require_model_path
 from outsize.model.pruned import pruned_class
 from outsize.model.quantized import refuse_quantized_config
 from outsize.model.weights import FileWeights, Weights, unmaterialize
@@ -160,8 +160,7 @@ def load_config(model: str | Path, *, may_be_quantized: bool = False, trust_remo
     if path.is_dir() and not (path / "config.json").exists():
         raise ConfigError(f"{path} has no config.json. Name the folder that a model was saved to.")
     if not path.exists():  # transformers would ask the hub, with retries for half a minute
-        if not may_be_hub_id(str(model)):
-            raise ConfigError(f"{model}: there is no such folder. Correct the path, or name a hub id (owner/name).")
+        require_model_path(str(model))
         local = {} if hub_answers(str(model), file="config.json") else {"local_files_only": True}
     try:
         place = path.parent if _is_config(path) else model

@@ -457,12 +457,17 @@ class Tracer:
             return None
         clock = timed["recompute" if record.recomputes else "keep"] if timed else run
         forward, backward = clock.phases.forward[representative], clock.phases.backward.get(representative) or Phase()
-        not_again = 0.0
+        not_again = least = 0.0
+        if timed and record.recomputes and representative in timed["keep"].phases.backward:
+            # Computing more takes no less time: noise of a busy CPU must not choose recomputation where `keep` fits.
+            keep = timed["keep"].phases
+            kept_seconds = keep.forward[representative].seconds + keep.backward[representative].seconds
+            least = kept_seconds - forward.seconds
         if timed and record.saves_attention_of:
             not_again = timed["keep"].attention_seconds(representative) * self.device.spec.sustained_clock_ratio
         return Work(
             forward_seconds=forward.seconds,
-            backward_seconds=max(0.0, backward.seconds - not_again),
+            backward_seconds=max(0.0, least, backward.seconds - not_again),
             **self._launches(timed or passes, strategy, representative),
             **bytes_of_phases(run.phases, representative),
             sent_bytes=measured.sent_bytes,

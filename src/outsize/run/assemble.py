@@ -77,6 +77,8 @@ class Assembled:
     num_rows: int
     """Pairs, with `rl: dpo`."""
     num_eval_rows: int
+    steps: int
+    """Optimizer steps of the whole run."""
     longest_row: int
     """Tokens of the longest row after padding to `sequence_len` or packing. The plan is for such rows."""
     tokens_per_row: float
@@ -172,6 +174,7 @@ def assemble(config: RunConfig) -> Assembled:
     layout = spec_class(config.optimizer)().rule.layout
     rows_per_item = 1 if config.rl is None else 2
     steps = num_steps(config, len(train) // rows_per_item)
+    _warn_of_few_rows(config, arguments, len(train) // rows_per_item, steps)
     require_disk_space(disk_need(built.model, arguments, layout, checkpoint, steps), arguments)
     threads = None if device.is_gpu else torch.get_num_threads()
     if config.adapter == "lora":
@@ -186,11 +189,30 @@ def assemble(config: RunConfig) -> Assembled:
         checkpoint=checkpoint,
         num_rows=len(train) // rows_per_item,
         num_eval_rows=len(evaluated) // rows_per_item if evaluated is not None else 0,
+        steps=steps,
         longest_row=tokens,
         tokens_per_row=tokens_per_row(train),
         chosen_by=chosen_by,
         threads_text=threads_text,
     )
+
+
+def _warn_of_few_rows(config: RunConfig, arguments: TrainingArguments, num_rows: int, steps: int) -> None:
+    """Small data with settings for large data train almost nothing."""
+    assert config.micro_batch_size is not None and config.gradient_accumulation_steps is not None
+    rows_per_step = config.micro_batch_size * config.gradient_accumulation_steps
+    if rows_per_step > num_rows:
+        log.warning(
+            "gradient_accumulation_steps: a step has %d rows (micro_batch_size × gradient_accumulation_steps), but the "
+            "data has %d%s. Lower one of them.",
+            rows_per_step, num_rows, " packed" if config.sample_packing else "",
+        )  # fmt: skip
+    if (warmup := arguments.get_warmup_steps(steps)) >= steps:
+        log.warning(
+            "warmup_steps: %d, but the run has %d steps: the learning rate does not reach learning_rate. Lower it, or "
+            "raise num_epochs.",
+            warmup, steps,
+        )  # fmt: skip
 
 
 def _chunked_loss(config: RunConfig, checkpoint: Path | None) -> bool | None:
@@ -347,8 +369,8 @@ def _check_earlier_run(config: RunConfig) -> None:
             "output_dir, or remove the checkpoints."
         )
     log.warning(
-        "%s is from an earlier run, and this is a new one. To continue the earlier one, stop now and add --resume. "
-        "Otherwise its checkpoints stay until equal steps replace them, and --resume takes those of this run alone.",
+        "output_dir: %s is of an earlier run. This run starts from the beginning; its checkpoints replace those of the "
+        "same steps. To continue the earlier run, stop and add --resume.",
         last,
     )
 

@@ -20,7 +20,7 @@ def export_folder(source: Path, target: Path, *, merge: bool = False, base: str 
     is_adapter = require_folder(source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         found = "the folder is not empty" if target.is_dir() else "it is a file"
-        raise ConfigError(f"{target}: {found}. Name another folder.")
+        raise ConfigError(f"{target}: {found}. Remove it, or name another folder.")
     if merge and not is_adapter:
         raise ConfigError(f"--merge: {source} has no adapter (adapter_config.json). Remove --merge.")
     draft = StagedDir.into(target)

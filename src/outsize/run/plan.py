@@ -10,6 +10,7 @@ from outsize.base.units import show_bytes
 from outsize.config.run import RunConfig
 from outsize.device.choose import choose_device
 from outsize.forecast.forecast import ForecastRequest
+from outsize.hardware.catalog import DEFAULT_HARDWARE
 from outsize.hardware.spec import HardwareSpec
 from outsize.integrations.arguments import optimizer_of
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
@@ -22,8 +23,6 @@ from outsize.run.inputs import load_inputs
 from outsize.run.plan_batch import AnyCollator, batches_to_plan_for, collator_of
 from outsize.run.row_lengths import longest_row, rows_text, tokens_per_row
 from outsize.run.vision import load_vision, takes_images
-
-DEFAULT_HARDWARE = "rtx4090"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

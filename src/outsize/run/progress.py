@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from transformers import TrainerCallback
 
-from outsize.base.units import show_bytes, show_seconds
+from outsize.base.units import show_bytes, show_duration
 from outsize.integrations.hf import OutsizeTrainer
 
 _WINDOW_STEPS = 20
@@ -96,7 +96,7 @@ class ProgressCallback(TrainerCallback):
         fields = self.fields()
         facts = [f"loss {self.losses[-1][1]:.6f}"] if self.losses else []
         if "tokens_per_second" in fields:
-            facts += [f"{fields['tokens_per_second']:,.0f} tokens/s", f"{show_seconds(fields['seconds_left'])} left"]
+            facts += [f"{fields['tokens_per_second']:,.0f} tokens/s", f"{show_duration(fields['seconds_left'])} left"]
         facts += self._rate_and_norm()
         size = {name: show_bytes(round(value * _GIB)) for name, value in fields.items() if "memory" in name}
         if "gpu_memory_gib" in size:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from outsize.base.errors import BadFile, ConfigError, OutsizeError
 from outsize.base.units import show_bytes
-from outsize.checkpoint.folder import MANIFEST, is_staged, read_manifest
+from outsize.checkpoint.folder import MANIFEST, NAME_ONE, is_staged, read_manifest, require_exists
 from outsize.hardware.host import free_host_bytes
 from outsize.integrations.plain import NOTE, OPTIMIZER, SCHEDULER
 from outsize.model.build import load_config, trainable_class
@@ -23,21 +23,19 @@ OURS = {
 }  # fmt: skip
 """Files of a checkpoint that are not part of the model."""
 _ADAPTER = "adapter_config.json"
-_NAME_ONE = "Name a checkpoint, or the output_dir of a run."
 _NAME_BASE = "Name its folder with --base."
 
 
 def require_folder(folder: Path) -> bool:
     """Raise unless the folder has a complete model or adapter. Returns whether it is an adapter."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder. {_NAME_ONE}")
+    require_exists(folder)
     if (folder / MANIFEST).exists() or is_staged(folder):
         read_manifest(folder)
     is_adapter = (folder / _ADAPTER).exists()
     if not is_adapter and not (folder / "config.json").exists():
-        raise BadFile(f"{folder}: neither config.json nor an adapter. {_NAME_ONE}")
+        raise BadFile(f"{folder}: neither config.json nor an adapter. {NAME_ONE}")
     if not any(path.suffix == ".safetensors" and path.name not in OURS for path in folder.iterdir()):
-        raise BadFile(f"{folder}: no weights (.safetensors). {_NAME_ONE}")
+        raise BadFile(f"{folder}: no weights (.safetensors). {NAME_ONE}")
     return is_adapter
 
 

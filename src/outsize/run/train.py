@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 
-from outsize.base.units import show_bytes
+from outsize.base.units import show_bytes, show_duration
 from outsize.config.run import RunConfig
 from outsize.device.choose import choose_device
 from outsize.run.assemble import Assembled, assemble, start
@@ -42,10 +42,12 @@ def preview_run(config: RunConfig, console: Console) -> PlannedModel:
     """Plan and stop."""
     _show_notes(config, console)
     assembled = assemble(config)
+    _show_rows(assembled, console, config)
     _show_threads(assembled, console)
     planned = assembled.trainer.preview()
     _show(planned, console, assembled, config)
     _show_replaced_optimizer(planned, console, config)
+    console.print("Dry run: nothing was trained. The same command without --dry-run trains.", highlight=False)
     return planned
 
 
@@ -55,12 +57,7 @@ def train_run(config: RunConfig, console: Console) -> Outcome:
     trainer = assembled.trainer
     if config.hub_model_id is not None:
         create_repository(config.hub_model_id)
-    held_out = f", {assembled.num_eval_rows} to evaluate on" if assembled.num_eval_rows else ""
-    items = "rows" if config.rl is None else "pairs"
-    console.print(
-        f"{assembled.num_rows} {items} to train on{held_out}, of at most {assembled.longest_row} tokens.",
-        highlight=False,
-    )
+    _show_rows(assembled, console, config)
     _show_threads(assembled, console)
     start(assembled, config)
     engine = trainer.engine
@@ -127,6 +124,15 @@ def _note(text: str, console: Console) -> None:
     console.print(f"[yellow]note[/yellow] {escape(text)}", highlight=False, soft_wrap=not console.is_terminal)
 
 
+def _show_rows(assembled: Assembled, console: Console, config: RunConfig) -> None:
+    item = "pair" if config.rl is not None else "packed row" if config.sample_packing else "row"
+    found = f"{assembled.num_rows} {item}{'' if assembled.num_rows == 1 else 's'} to train on"
+    held_out = f", {assembled.num_eval_rows} to evaluate on" if assembled.num_eval_rows else ""
+    epochs = "" if config.max_steps else f" in {config.num_epochs:g} epoch{'' if config.num_epochs == 1 else 's'}"
+    steps = f"{assembled.steps} step{'' if assembled.steps == 1 else 's'}{epochs}"
+    console.print(f"{found}{held_out}, of at most {assembled.longest_row} tokens: {steps}.", highlight=False)
+
+
 def _show_threads(assembled: Assembled, console: Console) -> None:
     if assembled.threads_text:
         _note(assembled.threads_text, console)
@@ -136,12 +142,20 @@ def _show(planned: PlannedModel, console: Console, assembled: Assembled, config:
     notes = {
         "split": assembled.chosen_by,
         "rows": rows_text(assembled.longest_row, config.sequence_len),
+        "run": _time_text(assembled, planned.plan.estimate.step_seconds),
         "also": _other_text("reference model" if config.rl else "teacher", *assembled.trainer.others_bytes),
         "see": "`outsize plan --legend` explains these lines",
     }
     text = render(planned.plan, planned.graph, planned.layout, notes)
     title = "the plan, on a simulated GPU" if choose_device(config.device).is_simulated else "the plan"
     console.print(Panel(text, title=title, title_align="left", expand=False))
+
+
+def _time_text(assembled: Assembled, seconds: float) -> str:
+    number = assembled.checkpoint.name.rpartition("-")[2] if assembled.checkpoint is not None else ""
+    left = max(assembled.steps - (int(number) if number.isdecimal() else 0), 0)
+    time = show_duration(left * seconds)
+    return f"{left} step{'' if left == 1 else 's'}, {time} if every batch is as large as the planned one"
 
 
 def _other_text(name: str, gpu_bytes: int, host_bytes: int) -> str:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.base.errors import ConfigError
-from outsize.base.units import exact_bytes, parse_bytes, show_bytes, show_enough, show_seconds
+from outsize.base.units import exact_bytes, parse_bytes, show_bytes, show_duration, show_enough, show_seconds
 
 
 @given(st.integers(1, 2**60))
@@ -82,6 +82,15 @@ def test_shown_sizes_have_three_digits(num_bytes: float, shown: str) -> None:
 )
 def test_shown_seconds_pick_a_readable_unit(seconds: float, shown: str) -> None:
     assert show_seconds(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0 s"), (119.4, "119 s"), (119.6, "2 min"), (3569, "59 min"), (3571, "1 h 0 min"), (7500, "2 h 5 min"),
+     (86_399, "1 d 0 h"), (273_600, "3 d 4 h")],
+)  # fmt: skip
+def test_shown_durations_need_no_arithmetic(seconds: float, shown: str) -> None:
+    assert show_duration(seconds) == shown
 
 
 def test_nothing_is_enough_for_nothing() -> None:

@@ -490,6 +490,18 @@ def test_files_go_into_a_folder_beside_others_and_stale_ones_go(tmp_path: Path) 
     assert (tmp_path / "out" / "config.json").read_text() == "new"
 
 
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_private_files_of_other_libraries_get_the_modes_of_the_umask(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        draft = StagedDir.into(tmp_path / "out")
+        (draft.path / "weights").touch(mode=0o600)  # as safetensors writes them
+        draft.commit_files()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out" / "weights").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
 def test_folders_inside_are_merged(tmp_path: Path) -> None:
     for text in ("old", "new"):
         staged = StagedDir.into(tmp_path / "out")

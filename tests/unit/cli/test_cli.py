@@ -52,6 +52,40 @@ def test_help_needs_no_torch() -> None:
     assert result.stdout.strip() == "[]"
 
 
+def test_a_wrong_path_is_reported_before_imports_that_take_seconds(tmp_path: Path) -> None:
+    data, wrong = folders.write_text(tmp_path / "data.jsonl", 2), str(tmp_path / "none")
+    run = "base_model: {}\ndatasets: [{{path: {}}}]\nsequence_len: 8\n"
+    (tmp_path / "model.yaml").write_text(run.format(wrong, data))
+    (tmp_path / "data.yaml").write_text(run.format(tmp_path, f"{wrong}.jsonl"))
+    commands = {
+        ("train", str(tmp_path / "model.yaml")): f"ConfigError: {wrong}: there is no such folder. Correct the path",
+        ("train", str(tmp_path / "data.yaml")): f"ConfigError: datasets: there is no file or folder {wrong}.jsonl.",
+        ("train", str(data)): f"ConfigError: {data}: it looks like data, not a run file. Name a YAML file",
+        ("train", str(tmp_path)): f"ConfigError: {tmp_path}: it is a folder, not a run file. Name a YAML file",
+        ("plan", str(tmp_path / "model.yaml")): f"ConfigError: {wrong}: there is no such folder. Correct the path",
+        ("plan", wrong): f"ConfigError: {wrong}: there is no such folder. Correct the path",
+        ("chat", wrong): f"ConfigError: {wrong}: there is no such folder. Name a checkpoint",
+        ("export", wrong, "to"): f"ConfigError: {wrong}: there is no such folder. Name a checkpoint",
+    }
+    code = (
+        "import json, sys\nfrom typer.testing import CliRunner\nfrom outsize.cli.main import app\n"
+        "results = [CliRunner().invoke(app, args) for args in json.loads(sys.argv[1])]\n"
+        "print(json.dumps([[r.exit_code, r.stderr] for r in results] + [['torch' in sys.modules]]))"
+    )
+    source = str(Path(doctor_module.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(list(commands))],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": source},
+    )
+    *results, [has_torch] = json.loads(done.stdout)
+    for (exit_code, stderr), expected in zip(results, commands.values(), strict=True):
+        assert exit_code == 2 and expected in stderr
+    assert not has_torch
+
+
 def test_the_package_runs_as_a_module_and_lists_its_public_names() -> None:
     source = str(Path(doctor_module.__file__).parents[2])
     result = subprocess.run(

@@ -354,7 +354,7 @@ def test_a_text_that_is_no_mapping_is_refused_with_its_place(tmp_path: Path, tex
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"base_model: \xe9")
-    for name, part in (("none.yaml", "No such file"), (".", "Is a directory"), ("latin.yaml", "not UTF-8")):
+    for name, part in (("none.yaml", "No such file"), (".", "it is a folder"), ("latin.yaml", "not UTF-8")):
         with pytest.raises(ConfigError) as caught:
             read_config(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value) and part in str(caught.value)

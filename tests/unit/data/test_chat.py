@@ -244,8 +244,8 @@ def test_a_tokenizer_without_a_template_is_reported_with_the_key(tokenizer_with:
         ),
         ([{"role": "user", "content": 3}], r"message 1 of data\.jsonl:7: the content is a number, not text"),
         (["hello"], r"message 1 of data\.jsonl:7: text, not an object with role and content"),
-        ("hello", r"data\.jsonl:7: text, not a list of messages"),
-        ([], r"data\.jsonl:7: the list of messages is empty"),
+        ("hello", r"data\.jsonl:7: 'messages' is text, not a list of messages"),
+        ([], r"data\.jsonl:7: 'messages' is an empty list"),
     ],
 )
 def test_a_bad_message_is_reported_with_its_place(tokenizer: Any, messages: Any, told: str) -> None:

@@ -100,6 +100,7 @@ def test_columns_roles_and_formats_can_be_named() -> None:
     ("record", "kind", "told"),
     [
         ({"chosen": "No."}, None, r"data\.jsonl:1: no column 'rejected'.* Set `field_rejected`"),
+        ({"messages": [ASKED, NO]}, None, r"data\.jsonl:1: rl: dpo needs pairs of answers, .*; the columns are messages\. Name"),
         ({"chosen": "No.", "rejected": [YES]}, None, r"data\.jsonl:1: one of chosen and rejected is text"),
         ({"prompt": [ASKED], **TEXTS}, None, r"data\.jsonl:1: the prompt has messages"),
         ({"question": "Full?", **TEXTS}, None, r"data\.jsonl:1: without `type`, the column 'question' is not used"),

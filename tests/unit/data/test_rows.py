@@ -50,7 +50,7 @@ def test_truncate_keeps_the_beginning_and_drop_keeps_the_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "done"), [("split", "split without loss"), ("truncate", "cut off"), ("drop", "dropped")]
+    ("strategy", "done"), [("split", "split into several rows"), ("truncate", "cut off"), ("drop", "dropped")]
 )
 def test_documents_that_are_too_long_are_reported_once(
     caplog: pytest.LogCaptureFixture, strategy: str, done: str

@@ -312,6 +312,17 @@ def test_bytes_are_the_same_on_cpu_and_sim_and_for_the_second_trace_of_one_model
     assert first.shared == again.shared == simulated.shared and first.held_bytes == again.held_bytes
 
 
+def test_a_strategy_that_computes_more_never_takes_less_time_than_keep() -> None:
+    recomputed = 0
+    for works in trace(zoo.make("llama"), zoo.batch("llama"), "cpu")[1].calls:
+        keep = works["keep"]
+        for name in works.keys() & {strategy.name for strategy in STRATEGIES if strategy.recomputes}:
+            recomputed += 1
+            seconds = works[name].forward_seconds + works[name].backward_seconds
+            assert seconds >= 0.999 * (keep.forward_seconds + keep.backward_seconds)
+    assert recomputed
+
+
 def plain(num_blocks: int) -> nn.Module:
     torch.manual_seed(0)
     return zoo.PlainModel(num_blocks=num_blocks, loops=1, tied=False)

@@ -36,7 +36,7 @@ def test_a_run_with_settings_of_axolotl(tmp_path: Path, caplog: pytest.LogCaptur
     console = Console(record=True, width=200, file=io.StringIO())
     train_run(read_config(yaml), console)
     text = console.export_text()
-    assert "16 rows to train on" in text  # of 32
+    assert "16 rows to train on, of at most" in text and ": 8 steps in 2 epochs." in text  # of 32 rows
     assert "note Without effect here: liger_rope (docs/axolotl.md says why)." in text
     assert "note excess_length_strategy: drop, Axolotl's default" in text
     assert "note optimizer: adamw_bnb_8bit runs as exact AdamW. Its state takes " in text

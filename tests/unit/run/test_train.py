@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from outsize.cli.main import app
 from outsize.config.read import read_config
 from outsize.run.prompt_format import read_prompts
-from outsize.run.train import train_run
+from outsize.run.train import preview_run, train_run
 
 
 @pytest.mark.parametrize("keys", [{}, {"adapter": "lora", "lora_r": 2, "lora_target_linear": True}])
@@ -39,3 +39,18 @@ def test_the_result_loads_as_the_last_line_says(tmp_path: Path, keys: dict[str, 
     command = chat.splitlines()[0].split()
     answer = CliRunner().invoke(app, [*command[1:], "--prompt", "the cat", "--max-new-tokens", "2", "--device", "cpu"])
     assert command[0] == "outsize" and answer.exit_code == 0, answer.output
+
+
+def test_a_dry_run_says_how_long_the_run_is_and_that_the_data_are_few(tmp_path: Path, caplog: Any) -> None:
+    keys = dict(max_steps=None, num_epochs=3, micro_batch_size=2, gradient_accumulation_steps=2, warmup_steps=10)
+    yaml = folders.write_run(tmp_path, kind="one-block", save_steps=None, **keys)
+    folders.write_text(tmp_path / "data.jsonl", 3)
+    console = Console(record=True, width=200, file=io.StringIO())
+    planned = preview_run(read_config(yaml, ["device=sim:1MiB"]), console)
+    text = console.export_text()
+    assert "3 rows to train on, of at most " in text and " tokens: 3 steps in 3 epochs." in text
+    assert f"run   3 steps, {3 * planned.plan.estimate.step_seconds:.0f} s if every batch is as large" in text
+    assert "Dry run: nothing was trained." in text
+    assert "a step has 4 rows (micro_batch_size × gradient_accumulation_steps), but the data has 3." in caplog.text
+    assert "warmup_steps: 10, but the run has 3 steps" in caplog.text
+    assert not list((tmp_path / "out").glob("*"))
