@@ -20,7 +20,7 @@ the tables list the others. This page is generated from `config/keys.py` by `pyt
 - A file is taken for Axolotl's if it has a key that only Axolotl has, on or off: one of the second table. It then has
   Axolotl's default `excess_length_strategy: drop` (for `completion` data Axolotl splits, and so does outsize),
   `early_stopping_patience` implies `load_best_model_at_end`, and settings of an adapter or of evaluation have no effect
-  if there is no adapter or no evaluation data.
+  if there is no adapter or no evaluation data. With `lr_scheduler: constant`, a warmup has no effect.
 - `optimizer: adamw_bnb_8bit`, `paged_adamw_8bit` and the like run as exact AdamW. The state takes 10 bytes per trained
   parameter, in host memory where the plan does not keep it on the GPU.
 - One GPU only, and no 4-bit weights: those files are refused.

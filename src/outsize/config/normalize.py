@@ -107,4 +107,6 @@ def _take_axolotl_defaults(found: Normalized, key: str) -> list[str]:
     idle = [name for name in data if name.startswith(tuple(of_other_kind))]
     if not evaluates:
         idle += [name for name in ("eval_steps", "eval_strategy", "early_stopping_patience") if name in data]
+    if data.get("lr_scheduler") == "constant":
+        idle += [name for name in ("warmup_steps", "warmup_ratio") if name in data]
     return [found.spelled[name] for name in idle if data.pop(name)]

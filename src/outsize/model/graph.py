@@ -94,6 +94,10 @@ class BlockGraph:
         return {p.name: p for p in self.params}
 
     @cached_property
+    def trainable_numels(self) -> tuple[int, ...]:
+        return tuple([p.numel for p in self.params if p.trainable])
+
+    @cached_property
     def users(self) -> dict[str, tuple[int, ...]]:
         """By parameter: the calls that use it, in forward order."""
         used: dict[str, list[int]] = {p.name: [] for p in self.params}

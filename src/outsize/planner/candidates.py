@@ -115,6 +115,7 @@ class SearchSpace:
         self.weight_order = sorted(
             range(len(layout.chunks)), key=lambda c: (c not in staying, c not in shared, layout.chunks[c].calls[0], c)
         )
+        self._supported: dict[tuple[int, Strategy], bool] = {}
         self._mixes: dict[Mix, tuple[Strategy, ...] | None] = {}
         self._weights: dict[tuple[int, int], tuple[int, int]] = {}
         self._states: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -131,9 +132,12 @@ class SearchSpace:
 
     def supports(self, call: int, strategy: Strategy) -> bool:
         """Whether the layer supports the strategy. An offload that sends nothing does not count."""
-        return strategy in self.trace.strategies(call) and (
-            not STRATEGY[strategy].sends or self.trace.work(call, strategy).sent_bytes > 0
-        )
+        key = (call, strategy)
+        if key not in self._supported:
+            self._supported[key] = strategy in self.trace.strategies(call) and (
+                not STRATEGY[strategy].sends or self.trace.work(call, strategy).sent_bytes > 0
+            )
+        return self._supported[key]
 
     @cached_property
     def num_layers(self) -> dict[str, int]:

@@ -4,6 +4,7 @@ The planner sums the sizes and the runtime allocates the same buffers. A buffer'
 a pair such as (SLOT, 2) or (HOME, 7); actions refer to the buffers they read and write by the same names.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -89,6 +90,12 @@ class Placement:
     def updated_numel(self, name: str) -> int:
         coordinates = self.step_config.coordinates.get(name)
         return self.graph.param[name].numel if coordinates is None else coordinates.numel
+
+    @property
+    def _updated_numels(self) -> Sequence[int]:
+        if not self.step_config.coordinates:
+            return self.graph.trainable_numels
+        return [self.updated_numel(p.name) for p in self.graph.params if p.trainable]
 
     def is_updated(self, index: int) -> bool:
         return self._updates[index] is not None
@@ -278,7 +285,7 @@ class Placement:
             buffers[B.ARRIVAL, slot] = max(buffers.get((B.ARRIVAL, slot), 0), self.chunk(index).nbytes)
         for call, slot in self.return_slot.items():
             buffers[B.RETURN, slot] = max(buffers.get((B.RETURN, slot), 0), self.work[call].sent_bytes)
-        if numels := [self.updated_numel(p.name) for p in self.graph.params if p.trainable]:
+        if numels := self._updated_numels:
             buffers[B.NORMS, 0] = sum(norm_parts(numels))
         if scratch := self._scratch_bytes(on_host=False):
             buffers[B.SCRATCH, 0] = scratch

@@ -1,5 +1,6 @@
 """The commands as a user meets them: output, exit codes, files."""
 
+import gc
 import json
 import os
 import re
@@ -259,6 +260,12 @@ def test_our_errors_are_sentences_with_exit_code_2(args: list[str], words: str, 
     assert result.exit_code == 2
     assert words in result.stderr and "Traceback" not in result.output
     assert result.stdout == ""
+
+
+def test_plan_leaves_garbage_collection_as_it_was(model: str) -> None:
+    before = gc.get_threshold()
+    runner.invoke(app, ["plan", model, "--hardware", "none"])
+    assert gc.get_threshold() == before
 
 
 def test_doctor_is_well_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def test_a_key_with_an_equivalent_is_converted(change: dict[str, Any], expected:
         ),
         ({"lora_r": 8, "eval_steps": 5, "lora_dropout": None}, "Without effect here: lora_r, eval_steps (docs"),
         ({"rl_beta": 0.1, "dpo_loss_type": "ipo"}, "Without effect here: rl_beta, dpo_loss_type (docs"),
+        ({"lr_scheduler": "constant", "warmup_ratio": 0.1}, "Without effect here: warmup_ratio (docs"),
         (
             {"pretraining_dataset": "d", "datasets": None},
             "pretraining_dataset: the texts are read and tokenized before",

@@ -1,4 +1,4 @@
-"""`outsize train` with each format, on a tiny model. What is trained of a row is checked elsewhere, token by token."""
+"""`outsize train` with each format, on a tiny model, and the batches that it trains on, token by token."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from outsize.cli.main import app
+from outsize.config.read import read_config
+from outsize.data.rows import IGNORED
+from outsize.run.assemble import assemble
 
 TEXTS = ("the cat", "sat on a mat")
 MESSAGES = [{"role": "user", "content": TEXTS[0]}, {"role": "assistant", "content": TEXTS[1]}]
@@ -20,6 +23,19 @@ FORMATS: dict[str, dict[str, Any]] = {
     "input_output": {"segments": [{"label": False, "text": TEXTS[0]}, {"label": True, "text": TEXTS[1]}]},
     "completion": {"text": TEXTS[1]},
 }
+TURN = [("<|user|>the cat</s><|assistant|>", False), ("sat on a mat</s>", True)]
+TRAINED = {
+    "alpaca_instruct.load_no_prompt": [
+        ("### Instruction:\nthe cat\n\n### Response:\n", False),
+        ("sat on a mat</s>", True),
+    ],
+    "prompt_completion": [("the cat", False), ("sat on a mat</s>", True)],
+    "sharegpt": TURN,
+    "chat_template": TURN * 2,
+    "input_output": [("the cat", False), ("sat on a mat", True)],
+    "completion": [("sat on a mat</s>", True)],
+}
+"""The parts of a row, and whether they are trained."""
 
 
 def write(path: Path, row: dict[str, Any]) -> None:
@@ -47,6 +63,12 @@ def test_a_run_trains_with_the_format(tmp_path: Path, kind: str, suffix: str) ->
     data = tmp_path / f"rows{suffix}"
     write(data, FORMATS[kind])
     run = folders.write_run(tmp_path, datasets=[{"path": str(data), "type": kind}], sequence_len=96, max_steps=6)
+    trainer = assemble(read_config(run)).trainer
+    batch = next(iter(trainer.get_train_dataloader()))
+    parts = [(trainer.processing_class(text)["input_ids"], is_trained) for text, is_trained in TRAINED[kind]]
+    assert batch["input_ids"].tolist() == 2 * [[token for ids, _ in parts for token in ids]]
+    labels = [token if is_trained else IGNORED for ids, is_trained in parts for token in ids]
+    assert batch["labels"].tolist() == 2 * [labels]
     done = CliRunner().invoke(app, ["train", str(run)])
     assert done.exit_code == 0, done.output
     history = json.loads((tmp_path / "out" / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
