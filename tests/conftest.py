@@ -61,6 +61,12 @@ def _profiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTSIZE_CACHE", "")
 
 
+@pytest.fixture
+def _profiles_of_this_test(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each test profiles its own models, each of them once."""
+    monkeypatch.setenv("OUTSIZE_CACHE", str(tmp_path_factory.mktemp("profiles")))
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if (
         not HAS_HYPOTHESIS

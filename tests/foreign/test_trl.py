@@ -169,6 +169,7 @@ FULL = {
     ("grpo", "streamed"),
     ("grpo-kl", "resident"),
     ("rloo-kl", "resident"),
+    ("rloo-kl", "streamed"),
     ("dpo-loaded", "streamed"),
 }
 """Those that differ little from others."""

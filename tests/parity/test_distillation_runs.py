@@ -98,7 +98,13 @@ def plain(yaml: Path, folder: Path) -> tuple[list[float], dict[str, torch.Tensor
     return losses, dict(trainer.model.state_dict())
 
 
-@pytest.mark.parametrize("keys", [{}, {"kd_alpha": 0.5, "kd_temperature": 2.0}], ids=["kl", "mixed"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({}, id="kl", marks=pytest.mark.full),
+        pytest.param({"kd_alpha": 0.5, "kd_temperature": 2.0}, id="mixed"),
+    ],
+)
 def test_a_run_equals_a_plain_trainer_and_resumes(
     tmp_path: Path, keys: dict[str, Any], parity_cell: Callable[[object], None]
 ) -> None:
@@ -122,7 +128,7 @@ def test_a_run_equals_a_plain_trainer_and_resumes(
 def test_with_lora_evaluation_and_a_chosen_micro_batch(tmp_path: Path) -> None:
     """Evaluation is the cross-entropy of the data, without the teacher."""
     lora = {"adapter": "lora", "lora_r": 2, "lora_target_linear": True}
-    split = {"batch_size": 4, "micro_batch_size": None, "gradient_accumulation_steps": None}
+    split = {"batch_size": 2, "micro_batch_size": None, "gradient_accumulation_steps": None}
     yaml = write_run(tmp_path, **lora, **split, val_set_size=4, eval_steps=2, max_steps=2)
     losses, adapter, text = train(yaml, "device=sim:16MiB", "save_steps=null")
     assert adapter and text.count("eval loss") == 1 and len(losses) == 2

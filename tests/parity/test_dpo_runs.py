@@ -14,10 +14,8 @@ import trainers
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from typer.testing import CliRunner
 
 from outsize.base.errors import ConfigError
-from outsize.cli.main import app
 from outsize.config.read import read_config
 from outsize.run.assemble import assemble, training_arguments
 from outsize.run.plan import plan_request
@@ -84,7 +82,11 @@ def plain(yaml: Path, folder: Path) -> tuple[list[float], dict[str, torch.Tensor
 
 @pytest.mark.parametrize(
     ("keys", "plan"),
-    [({}, STREAMED), (LORA, STREAMED), pytest.param({"dpo_loss_type": ["ipo", "sft"]}, ["device=cpu"], id="losses")],
+    [
+        pytest.param({}, STREAMED, id="whole"),
+        pytest.param(LORA, STREAMED, id="lora"),
+        pytest.param({"dpo_loss_type": ["ipo", "sft"]}, ["device=cpu"], id="losses", marks=pytest.mark.full),
+    ],
 )
 def test_a_run_equals_plain_trl_and_resumes_to_the_same_bits(
     tmp_path: Path, keys: dict[str, Any], plan: list[str], parity_cell: Callable[[object], None]
@@ -116,7 +118,7 @@ def test_a_full_run_resumes_with_the_reference_of_its_beginning(
     tmp_path: Path, parity_cell: Callable[[object], None]
 ) -> None:
     """Its evaluation data are pairs too, and the micro-batch is chosen beside the reference."""
-    split = {"batch_size": 4, "micro_batch_size": None, "gradient_accumulation_steps": None}
+    split = {"batch_size": 2, "micro_batch_size": None, "gradient_accumulation_steps": None}
     yaml = write_run(tmp_path, **split, val_set_size=4, eval_steps=2, max_steps=3)
     losses, exported, text = train(yaml, "device=sim:16MiB")
     assert "8 pairs to train on, 4 to evaluate on" in text and text.count("eval loss") == 2
@@ -149,8 +151,7 @@ def test_without_trl_the_package_to_install_is_named(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(ConfigError, match=r"rl: dpo needs trl, .* pip install 'outsize\[rl\]'"):
         assemble(read_config(yaml))
-    result = CliRunner().invoke(app, ["plan", str(yaml), "--hardware", "64MiB"])
-    assert result.exit_code == 0 and "note: rl: dpo: a pair is planned as two rows" in result.output
+    assert plan_request(read_config(yaml), "64MiB").notes[-1].startswith("rl: dpo: a pair is planned as two rows")
 
 
 def test_the_head_cannot_be_trained_beside_an_adapter(tmp_path: Path) -> None:

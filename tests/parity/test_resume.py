@@ -215,8 +215,14 @@ ROUTES: dict[str, tuple[Plan, Plan]] = {
 
 
 # Every run goes the crossed route and one of the others; test_a_save_in_the_background below takes each of them from
-# the first plan of the one to the second plan of the other.
-GOING = [(name, route) for i, name in enumerate(RUNS) for route in (("host-to-gpu", "gpu-to-host")[i % 2], "crossed")]
+# the first plan of the one to the second plan of the other. By default those are the runs in turn: every run one of the
+# three ways, and the first few both routes.
+GOING = [
+    pytest.param(name, route, marks=[] if i < 4 or (i % 2 == 0) == (route == "crossed") else [pytest.mark.full])
+    for i, name in enumerate(RUNS)
+    for route in (("host-to-gpu", "gpu-to-host")[i // 2 % 2], "crossed")
+]
+BACKGROUND = [pytest.param(name, marks=[] if i % 2 == 0 else [pytest.mark.full]) for i, name in enumerate(RUNS)]
 
 
 @pytest.mark.parametrize(("name", "route"), GOING)
@@ -258,7 +264,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow_disk")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", BACKGROUND)
 def test_a_save_in_the_background_holds_the_step_it_was_requested_at(
     name: str, tmp_path: Path, parity_cell: Callable[[object], None]
 ) -> None:
@@ -488,10 +494,26 @@ def prepare_adapted(case: Adapted, plan: str, seed: int = 0) -> Engine:
     )
 
 
-@pytest.mark.parametrize("route", [("send", "resident"), ("resident", "recompute")])
+CONTINUED = (
+    "lora",
+    "lora-bf16",
+    "lora-embedding",
+    "lora-saved-head",
+    "lora-classifier",
+    "lora-experts",
+    "rslora",
+    "dora",
+)
+"""By default each under one of the routes, by turns."""
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["lora", "lora-bf16", "lora-embedding", "lora-saved-head", "lora-classifier", "lora-experts", "rslora", "dora"],
+    ("name", "route"),
+    [
+        pytest.param(name, route, marks=[] if (i + j) % 2 == 0 else [pytest.mark.full], id=f"{name}-{'-'.join(route)}")
+        for i, name in enumerate(CONTINUED)
+        for j, route in enumerate((("send", "resident"), ("resident", "recompute")))
+    ],
 )
 def test_an_adapter_continues_and_its_files_are_pefts_own(
     name: str, route: tuple[str, str], tmp_path: Path, parity_cell: Callable[[object], None]

@@ -138,7 +138,6 @@ def test_a_run_with_images_resumes_to_the_same_bits_and_refuses_other_images(
     yaml = vision_folders.write_run(
         tmp_path, save_steps=2, test_datasets=[str(evaluated)], eval_steps=2, dataloader_num_workers=1
     )
-    run("train", str(yaml), "--set", f"output_dir={tmp_path / 'whole'}")
     run("train", str(yaml), "--set", "device=sim:3MiB")
     half = tmp_path / "out" / "checkpoint-2"
     resumed = [
@@ -150,10 +149,10 @@ def test_a_run_with_images_resumes_to_the_same_bits_and_refuses_other_images(
         f"output_dir={tmp_path / 'again'}",
     ]
     run(*resumed)
-    whole, again = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "again"))
+    whole, again = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again"))
     assert all(torch.equal(again[name], whole[name]) for name in whole)
-    assert history(tmp_path / "again", 4) == history(tmp_path / "whole", 4)
-    log = json.loads((tmp_path / "whole" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    assert history(tmp_path / "again", 4) == history(tmp_path / "out", 4)
+    log = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in log if "eval_loss" in entry] == [2, 4]
     parity_cell("resumed")
     vision_folders.picture(16, 16, seed=99).save(tmp_path / "1-0.png")

@@ -202,7 +202,13 @@ def test_fp32_products_ignore_tf32_and_leave_the_setting(request: pytest.Fixture
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("n", "m", "k"), [(64, 160, 32), (64, 160, 63), (96, 96, 80), (160, 64, 1)])
+@pytest.mark.parametrize(
+    ("n", "m", "k"),
+    [
+        (64, 160, 32),
+        *(pytest.param(*shape, marks=pytest.mark.full) for shape in ((64, 160, 63), (96, 96, 80), (160, 64, 1))),
+    ],
+)
 def test_200_steps_of_adamw_leave_the_frozen_directions(n, m, k, dtype) -> None:
     """D28: with clipping, weight decay and bf16 gradients, no part of the master's change leaks."""
     base = (random(n, m) * torch.linspace(3, 0.1, m) / m**0.5).to(dtype)
