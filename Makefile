@@ -7,6 +7,7 @@
 #   make smoke                     one minute: architecture, plan, planner, layout, one streamed plan per kind of model
 #   make train                     the small demo run
 #   make osft-demo                 two minutes: what OSFT and full fine-tuning forget (docs/osft_demo.md)
+#   make prune-demo                two minutes: a small model pruned to a quarter and trained (docs/prune.md)
 #   make docs                      the documentation as a site, in site/
 #   make docs-test                 what a newcomer does: pip install in a new environment, then all commands of the docs
 #   make bench                     measures training speed on this machine (docs/bench.md)
@@ -37,7 +38,7 @@ TESTS := tests/parity tests
 SMOKE := -k "not test_covering or smoke" tests/test_architecture.py tests/unit/schedule tests/unit/planner \
 	tests/unit/layout tests/parity/test_covering.py
 
-.PHONY: setup train osft-demo test test-all test-compat smoke check test-gpu bench browser docs docs-test
+.PHONY: setup train osft-demo prune-demo test test-all test-compat smoke check test-gpu bench browser docs docs-test
 
 setup: $(READY)
 
@@ -73,6 +74,9 @@ train: $(READY)
 
 osft-demo: $(READY)
 	PYTHONPATH=src $(PYTHON) -m examples.osft
+
+prune-demo: $(READY)
+	PYTHONPATH=src $(PYTHON) -m examples.prune
 
 docs: $(READY)
 	$(PYTHON) -m pip install --quiet -e ".[docs]"
