@@ -1,4 +1,4 @@
-"""Runs sets of measurements that need a GPU, in one command of limited time: `benchmarks.osft` and `benchmarks.long`.
+"""Runs sets of measurements that need a GPU, in one command of limited time: `benchmarks.osft`, `long` and `prune`.
 
 A part is a process that measures one case after another, or the peers. Results are written after every case, as JSON
 and as a page with the targets; parts that would not end in time are not started.
@@ -42,12 +42,12 @@ class Suite:
     """In the order in which they run."""
     measure: Callable[[str, bool], dict[str, Any]]
     """Measures a case, of a tiny model or not."""
-    peers_file: str
+    markdown: Callable[[Found], str]
+    peers_file: str = ""
     """In carry/bench."""
-    peer_commands: Callable[[Part, float, bool], Iterator[tuple[str, list[str]]]]
+    peer_commands: Callable[[Part, float, bool], Iterator[tuple[str, list[str]]]] = lambda *_: iter(())
     """Of a part with peers, of the seconds that are left, of a tiny model or not: names and arguments of `peers_file`.
     A measurement is stored as the name and that of its case."""
-    markdown: Callable[[Found], str]
 
 
 def main(suite: Suite) -> None:

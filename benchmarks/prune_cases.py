@@ -248,7 +248,7 @@ def full_case(*, tiny: bool) -> dict[str, Any]:
     result = run_bench(bench, say=print, same_layers=True)
     config = named_config(bench.model)
     active = result.num_params - config.vocab_size * config.hidden_size
-    found = row(result, is_first=True)
+    found = row(result)
     return {**found, "model_flops": 6 * active * result.speed.tokens_per_second}
 
 

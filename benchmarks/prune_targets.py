@@ -2,17 +2,22 @@
 only.
 """
 
-from collections.abc import Callable
+from benchmarks.targets import (
+    Found,
+    Target,
+    Value,
+    error_of_plan,
+    judged,
+    measured,
+    of_case,
+    problems,
+    quotient,
+    ratio,
+    shown,
+)
 
-from benchmarks.osft_targets import Found, Target, error_of_plan, measured, of_case, quotient
 
-
-def ratio(key: str, case: str, other: str) -> Callable[[Found], float | None]:
-    """A figure of a case over that of another."""
-    return lambda found: quotient(measured(found, case, key), measured(found, other, key))
-
-
-def within(case: str, key: str, other: str) -> Callable[[Found], float | None]:
+def within(case: str, key: str, other: str) -> Value:
     """A figure of a case over another one of it."""
     return lambda found: quotient(measured(found, case, key), measured(found, case, other))
 
@@ -44,29 +49,14 @@ TARGETS = (
 
 def markdown(found: Found) -> str:
     """The targets, all measurements, and what was not measured."""
-    lines = ["# Pruning on one GPU", "", found["about"], "", "| target | bound | found | |", "|---|---|---|---|"]
-    for target in TARGETS:
-        value = target.value(found)
-        verdict = "not measured"
-        if value is not None:
-            verdict = "" if found["is_tiny"] else "met" if target.is_met(value) else "MISSED"
-        shown = "" if value is None else f"{value:.4g}"
-        lines.append(f"| {target.text} | {'≤' if target.is_most else '≥'} {target.bound:g} | {shown} | {verdict} |")
+    lines = judged("Pruning on one GPU", found, TARGETS)
     lines += ["", "Figures of `all_layers_…` are extrapolated from the layers that were measured. Weights are random."]
     for name, row in found["cases"].items():
         if "problem" not in row:
             lines += ["", f"## {name}", "", "| figure | measured | planned or predicted |", "|---|---|---|"]
             lines += [
-                f"| {key} | {_shown(value)} | {_shown(row.get(f'planned_{key}'))} |"
+                f"| {key} | {shown(value)} | {shown(row.get(f'planned_{key}'))} |"
                 for key, value in row.items()
                 if not key.startswith("planned_") and key != "text" and value is not None
             ]
-    problems = {**found["cases"], **found["parts"]}
-    lines += ["", *(f"- {name}: {row['problem']}" for name, row in problems.items() if "problem" in row)]
-    return "\n".join(lines) + "\n"
-
-
-def _shown(value: object) -> str:
-    if not isinstance(value, float):
-        return "" if value is None else str(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "\n".join([*lines, "", *problems(found)]) + "\n"

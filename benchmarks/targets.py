@@ -83,6 +83,13 @@ def page(title: str, found: Found, targets: Sequence[Target], ours: Sequence[str
     """A report in Markdown. A target that needs what was not measured is shown as not measured. `ours`, `theirs`: the
     keys of outsize's and of the peers' measurements.
     """
+    lines = judged(title, found, targets)
+    lines += ["", _table("outsize", found["cases"], ours), "", _table("peer", found["peers"], theirs), *problems(found)]
+    return "\n".join(lines) + "\n"
+
+
+def judged(title: str, found: Found, targets: Sequence[Target]) -> list[str]:
+    """The first lines of a report: its title, and a table of the targets."""
     lines = [f"# {title}", "", found["about"], "", "| target | bound | found | |", "|---|---|---|---|"]
     for target in targets:
         value = target.value(found)
@@ -90,12 +97,14 @@ def page(title: str, found: Found, targets: Sequence[Target], ours: Sequence[str
         verdict = "not measured"
         if value is not None:
             verdict = "" if found["is_tiny"] else "met" if target.is_met(value) else "MISSED"
-        shown = "" if value is None else f"{value:.4g}"
-        lines.append(f"| {target.text} | {sign} {target.bound:g} | {shown} | {verdict} |")
-    lines += ["", _table("outsize", found["cases"], ours), "", _table("peer", found["peers"], theirs)]
-    problems = {**found["cases"], **found["peers"], **found["parts"]}
-    lines += [f"- {name}: {row['problem']}" for name, row in problems.items() if "problem" in row]
-    return "\n".join(lines) + "\n"
+        figure = "" if value is None else f"{value:.4g}"
+        lines.append(f"| {target.text} | {sign} {target.bound:g} | {figure} | {verdict} |")
+    return lines
+
+
+def problems(found: Found) -> list[str]:
+    rows = {**found["cases"], **found["peers"], **found["parts"]}
+    return [f"- {name}: {row['problem']}" for name, row in rows.items() if "problem" in row]
 
 
 def _table(title: str, rows: Mapping[str, Row], keys: Sequence[str]) -> str:
@@ -104,11 +113,11 @@ def _table(title: str, rows: Mapping[str, Row], keys: Sequence[str]) -> str:
     lines = ["| " + " | ".join([title, *keys]) + " |", "|---" * (len(keys) + 1) + "|"]
     for name, row in rows.items():
         if "problem" not in row:
-            lines.append("| " + " | ".join([name, *(_shown(row.get(key)) for key in keys)]) + " |")
+            lines.append("| " + " | ".join([name, *(shown(row.get(key)) for key in keys)]) + " |")
     return "\n".join(lines)
 
 
-def _shown(value: Any) -> str:
+def shown(value: object) -> str:
     if not isinstance(value, float):
         return "" if value is None else str(value)
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
