@@ -28,7 +28,7 @@ from outsize.transfer.batch_cache import BatchCache
 
 _BATCHES = 3
 """From the second one on, the hidden state of the batch before is still on its way to the host."""
-_WRITTEN = 64 * 2**20
+_MOST_WRITTEN = 64 * 2**20
 """Bytes, to measure the disk with."""
 _STEPS = 3
 """The first one may compile the optimizer."""
@@ -46,22 +46,26 @@ def layer_costs(setup: PruneSetup, scratch: Scratch, folder: Path) -> list[Layer
     kinds: dict[tuple[str, tuple[Variant, ...]], list[int]] = {}
     for layer, variants in setup.variants.items():
         kinds.setdefault((setup.stack.layers[layer].structure, variants), []).append(layer)
-    write_seconds = 0.0 if setup.device.is_simulated else _write_seconds(folder)
-    return [_measure(setup, tuple(layers), scratch, write_seconds) for layers in kinds.values()]
+    return [_measure(setup, tuple(layers), scratch, folder) for layers in kinds.values()]
 
 
-def _write_seconds(folder: Path) -> float:
-    """Of a byte that is written and synced."""
+def _write_seconds(folder: Path, num_bytes: int) -> float:
+    """Of writing and syncing this much, from a part of it. 0 if nothing can be written."""
+    part = min(num_bytes, _MOST_WRITTEN)
+    if not part:
+        return 0.0
     started = time.perf_counter()
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(bytes(_WRITTEN))
-        file.flush()
-        os.fsync(file.fileno())
-    return (time.perf_counter() - started) / _WRITTEN
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(part))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return 0.0
+    return (time.perf_counter() - started) * num_bytes / part
 
 
-def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch, write_seconds: float) -> LayerCost:
-    """`write_seconds`: of a byte."""
+def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch, folder: Path) -> LayerCost:
     layer, parts, device = layers[0], setup.parts[layers[0]], setup.device
     params = list(parts.layer.parameters())
     marks = [time.perf_counter()]
@@ -76,7 +80,7 @@ def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch, write
     setup.teacher.place(params)
     marks.append(time.perf_counter())
     load_seconds, make_seconds = marks[1] - marks[0] + marks[3] - marks[2], marks[2] - marks[1]
-    make_seconds += sum(weight_bytes) * write_seconds
+    make_seconds += 0.0 if device.is_simulated else _write_seconds(folder, sum(weight_bytes))
     try:
         cache = BatchCache(device, [setup.hidden] * _BATCHES)
         run = _Run(setup, layer, cache, arguments)
