@@ -91,8 +91,8 @@ PARTS = {
     "alone-32k": Part(cases=_named("alone-32k"), seconds=55),
     "peers-32k": Part(peers=((32, "cudnn", "gc,axolotl_hidden_nr"),), seconds=60),
     "layer": Part(cases=_named("layer"), seconds=40),
-    "engine-64k": Part(cases=_named("engine-64k"), seconds=105),
-    "engine-128k": Part(cases=_named("engine-128k"), seconds=100),
+    "engine-64k": Part(cases=_named("engine-64k"), seconds=130),
+    "engine-128k": Part(cases=_named("engine-128k"), seconds=115),
     "alone-64k": Part(cases=_named("alone-64k"), seconds=70),
     "peers-64k": Part(peers=((64, "cudnn", "gc,axolotl_hidden_nr"),), seconds=70),
     # One case a process: its peak of host memory is the case's.
