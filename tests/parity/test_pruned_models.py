@@ -176,6 +176,8 @@ def test_distillation_of_a_chosen_model(library: Path, tmp_path: Path) -> None:
     assert again.final == made.final
     facts = json.loads((result / "prune.json").read_text())
     assert facts["evaluation"]["final"]["kl"] == made.final.kl and facts["variants"]
+    with pytest.raises(ConfigError, match=r"prune.distill: .*-distilled was trained with .*'learning_rate': 0.0001"):
+        run(yaml, "prune.distill.learning_rate=1e-3")
     shown = CliRunner().invoke(app, ["prune", "--show", str(tmp_path / "out")]).output
     assert "-distilled" in shown and f"{made.final.loss:.4f}" in shown
 

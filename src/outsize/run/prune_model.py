@@ -15,6 +15,7 @@ from outsize.base.cache_folder import write_whole
 from outsize.base.errors import BadFile, ConfigError
 from outsize.base.units import show_bytes
 from outsize.checkpoint.folder import recover_partial_saves
+from outsize.config.prune_target import PruneDistill
 from outsize.hardware.host import free_host_bytes
 from outsize.methods.bypass.costs import Use
 from outsize.methods.bypass.score import Scores
@@ -82,21 +83,26 @@ def make_models(setup: PruneSetup, console: Console) -> list[PrunedModel]:
             if (result := distill(setup.config, model.folder, console)) is None:
                 say("stopped before the end; the same command continues")
                 return models
-            models[number] = replace(model, final=_final(model, result, scoring))
+            models[number] = replace(model, final=_final(model, result, scoring, prune.distill))
     console.print(_table(models))
     if len(models) > 1:
         say(_curve(models))
     return models
 
 
-def _final(model: PrunedModel, result: Path, scoring: Scoring) -> Scores:
+def _final(model: PrunedModel, result: Path, scoring: Scoring, how: PruneDistill) -> Scores:
     """The evaluation of a distilled model, in the prune.json of its folder."""
     path = result / PRUNE_FILE
     if path.exists():
-        return _evaluation(path, ("final",))[0]
+        (final,) = _evaluation(path, ("final",))
+        if (before := json.loads(path.read_text()).get("distill")) != asdict(how):
+            raise ConfigError(
+                f"prune.distill: {result} was trained with {before}. Set that, or move the folder to train another."
+            )
+        return final
     final = scoring.of_folder(result)
     facts = json.loads((model.folder / PRUNE_FILE).read_text())
-    facts["evaluation"]["final"] = asdict(final)
+    facts["evaluation"]["final"], facts["distill"] = asdict(final), asdict(how)
     write_whole(path, json.dumps(facts, indent=1) + "\n")
     return final
 
