@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from outsize.base.errors import ConfigError
 from outsize.base.records import Reader, fields_by_key, is_blank, raise_problems, require_mapping
 from outsize.config.cross_checks import contradictions
 from outsize.config.normalize import normalize
@@ -17,12 +18,18 @@ from outsize.config.run import RunConfig
 from outsize.config.source import load_yaml, read_text
 
 _OTHER_METHODS, _DATASETS = ("rl:", "reward_model:", "process_reward_model:"), ("datasets.", "test_datasets.")
+_DATA_SUFFIXES = (".jsonl", ".parquet", ".csv", ".txt")
+_NAME_YAML = "Name a YAML file; docs/quickstart.md has one to start from."
 _EXAMPLE = "Write lines such as `base_model: path/to/model`; docs/config.md describes the keys."
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config of a file, with overrides `key=value`: the value is YAML, dots in the key reach into containers."""
     where = str(path)
+    if Path(path).is_dir():
+        raise ConfigError(f"{path}: it is a folder, not a run file. {_NAME_YAML}")
+    if Path(path).suffix in _DATA_SUFFIXES:
+        raise ConfigError(f"{path}: it looks like data, not a run file. {_NAME_YAML}")
     mapping, problems = load_yaml(read_text(path), where=where)
     require_mapping(mapping, where, _EXAMPLE)
     for text in overrides:

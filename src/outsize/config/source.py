@@ -11,8 +11,6 @@ import yaml
 
 from outsize.base.errors import ConfigError
 
-_DATA = (".jsonl", ".parquet", ".csv", ".txt")
-
 
 class _Loader(yaml.SafeLoader):
     def __init__(self, text: str):
@@ -37,11 +35,6 @@ _Loader.add_implicit_resolver(
 
 
 def read_text(path: str | Path) -> str:
-    if Path(path).is_dir() or Path(path).suffix in _DATA:
-        what = "it is a folder" if Path(path).is_dir() else "it looks like data"
-        raise ConfigError(
-            f"{path}: {what}, not a run file. Name a YAML file; docs/quickstart.md has one to start from."
-        )
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
