@@ -41,6 +41,9 @@ from tools import byte_teacher
 
 SHARES = (0.85, 0.70, 0.55)
 """Of the parameters of the layers."""
+NARROW = 0.48
+"""Another share, for free and uniform choices."""
+CHOICE_RATE = 3e-3
 RATES = (1e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)
 """Of local training."""
 LOCAL_RATE, DISTILL_RATES, SEEDS = 1.2e-2, (1.5e-3, 3e-3, 6e-3), (0, 1, 2)
@@ -138,7 +141,7 @@ def _silent() -> Console:
 
 def choices(folder: Path, teacher: Path = TEACHER, **prune: Any) -> list[str]:
     variants = {"intermediate_size": [288, 192, 96], "num_key_value_heads": [4, 2, 1], "skip": ["attention", "ffn"]}
-    setup = trained(write_run(folder, teacher, {**variants, "keep": "latest", **prune}))
+    setup = trained(write_run(folder, teacher, {**variants, "keep": "latest", **prune}, learning_rate=CHOICE_RATE))
     measuring = Measuring(teacher)
     models = Models(setup, measuring)
     raw, free, uniform = models.choosing(is_raw=True), models.choosing(), models.choosing(is_uniform=True)
@@ -159,7 +162,7 @@ def choices(folder: Path, teacher: Path = TEACHER, **prune: Any) -> list[str]:
         limit = fixed + share * layers
         add(f"{share:.2f}: raw variants", raw, limit, is_raw=True)
         add(f"{share:.2f}: trained variants", free, limit)
-    for share in SHARES:
+    for share in (*SHARES, NARROW):
         used = add(f"{share:.2f}: trained, uniform", uniform, fixed + share * layers)
         add(f"{share:.2f}: trained, free, at most the parameters of uniform", free, used)
     return table
