@@ -1,7 +1,9 @@
 """What all tests share: one thread, one seed, and no GPU tests where there is no GPU."""
 
+import dataclasses
 import gc
 import itertools
+import json
 import os
 import random
 import tempfile
@@ -59,6 +61,30 @@ def pytest_configure_node(node: Any) -> None:
 def _profiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of profiling, and for those that change what a profile would see without the cache's key showing it."""
     monkeypatch.setenv("OUTSIZE_CACHE", "")
+
+
+@pytest.fixture(scope="session")
+def _fake_traces() -> dict[Any, Any]:
+    return {}
+
+
+@pytest.fixture
+def one_trace(monkeypatch: pytest.MonkeyPatch, _fake_traces: dict[Any, Any]) -> None:
+    """Forecasts of equal models and batches share their profiles, on machines of equal speed. For forecasts without a
+    method and without data.
+    """
+    from outsize.forecast.fake_trace import fake_trace
+
+    def traced(config: Any, spec: Any, *, bind: Any, batch: Any, **how: Any) -> Any:
+        assert batch is None
+        speed = dataclasses.replace(spec, name="", gpu_bytes=0, host_bytes=0)
+        model = json.dumps(config.to_dict(), sort_keys=True, default=str)
+        key = (type(config), model, speed, repr(how))
+        if key not in _fake_traces:
+            _fake_traces[key] = fake_trace(config, spec, bind=bind, batch=batch, **how)
+        return _fake_traces[key]
+
+    monkeypatch.setattr("outsize.forecast.forecast.fake_trace", traced)
 
 
 @pytest.fixture

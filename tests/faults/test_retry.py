@@ -171,7 +171,7 @@ def test_our_trainer_makes_such_a_step_again_by_itself(tmp_path: Path) -> None:
     [
         pytest.param(2, 3, 1, id="second", marks=pytest.mark.full),
         pytest.param(3, 2, 1, id="third"),
-        pytest.param(3, 2, 2, id="and-again-in-the-first"),
+        pytest.param(3, 2, 2, id="and-again-in-the-first", marks=pytest.mark.full),
     ],
 )
 def test_our_trainer_makes_all_micro_batches_of_a_step_again(

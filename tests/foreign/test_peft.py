@@ -126,6 +126,8 @@ SHARING = (
     PeftType.LILY,
 )
 """Layers have modules or parameters in common."""
+SHARES = (PeftType.VERA, PeftType.VBLORA, PeftType.LILY)
+"""Of these by default: frozen matrices, a bank of vectors, factors."""
 SPARSE = (PeftType.SHIRA, PeftType.FROD)
 """Forwards make sparse tensors of dense parameters."""
 ON_SIM = (PeftType.XLORA, PeftType.POLY, PeftType.LILY, PeftType.SHIRA)
@@ -285,7 +287,14 @@ def test_a_method_that_cannot_be_trained_is_refused_by_prepare_and_left_as_it_wa
 # --- methods that prepare once refused, or failed on
 
 
-@pytest.mark.parametrize("method", ONCE_BROKEN, ids=name_of)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, marks=pytest.mark.full) if method in SHARING and method not in SHARES else method
+        for method in ONCE_BROKEN
+    ],
+    ids=name_of,
+)
 def test_prepare_trains_it(method: PeftType, caplog: pytest.LogCaptureFixture) -> None:
     """As a user would. One note says of which block the activations cannot be recomputed, and why."""
     with caplog.at_level(logging.WARNING, "outsize"):

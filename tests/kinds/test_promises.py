@@ -19,7 +19,7 @@ from outsize.hardware.catalog import lookup
 from outsize.model.discover import find_layers
 from outsize.profile.tracer import Tracer
 
-WIDTH, WORDS, NUM_PLANS = 16, 31, 3
+WIDTH, WORDS, NUM_PLANS = 16, 31, 2
 
 
 class Layer(nn.Module):

@@ -322,15 +322,21 @@ def inputs(seed: int, order: str = "012/012") -> dict[str, Any]:
     return {"x": torch.randn(2, 8, generator=torch.Generator().manual_seed(seed)), "order": order}
 
 
-@pytest.mark.parametrize("update", ["after_step", "in_backward"])
+HOMES_AND_STRATEGIES = [
+    ("host", "host", "offload"),
+    ("host", "gpu", "swap"),
+    ("gpu", "host", "recompute"),
+    ("gpu", "gpu", "swap"),
+    ("host", "host", "keep"),
+]
+
+
 @pytest.mark.parametrize(
-    ("weights", "optimizer", "strategy"),
-    [
-        ("host", "host", "offload"),
-        ("host", "gpu", "swap"),
-        ("gpu", "host", "recompute"),
-        ("gpu", "gpu", "swap"),
-        ("host", "host", "keep"),
+    ("weights", "optimizer", "strategy", "update"),
+    [  # the updates by turns
+        pytest.param(*how, update, marks=[pytest.mark.full] if (i + j) % 2 else [])
+        for i, how in enumerate(HOMES_AND_STRATEGIES)
+        for j, update in enumerate(("after_step", "in_backward"))
     ],
 )
 def test_layers_that_are_dropped_are_passed_over(weights: Any, optimizer: Any, strategy: Any, update: Any) -> None:

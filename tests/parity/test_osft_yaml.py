@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import folders
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -48,6 +49,7 @@ def test_runs_are_equal_under_every_plan_and_when_resumed(tmp_path: Path) -> Non
     assert changed and all("norm" in name or "proj" in name for name in changed)
 
 
+@pytest.mark.full  # its bytes: test_osft_runs.py
 def test_outsize_plan_answers_for_such_a_run(tmp_path: Path) -> None:
     yaml = folders.write_run(tmp_path, **OSFT, max_steps=3, chat=True)
     assert "constants" in run("plan", str(yaml), "--hardware", "rtx4090")

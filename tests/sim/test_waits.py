@@ -15,7 +15,7 @@ import pytest
 import torch
 from cells import Cell
 from parity.test_mixed_plans import random_decision
-from sim.test_sweep import SWEPT, GiB, budgets, machine
+from sim.test_sweep import BY_TURNS, GiB, budgets, machine
 from sim.test_sweep import prepare as prepare_swept
 
 from outsize.base.errors import RaceDetected
@@ -163,7 +163,7 @@ def test_these_are_all_classes_of_waits_in_the_plans() -> None:
     assert sorted(frozenset().union(*(waits_of(*plan) for plan in EVERY))) == sorted(CLASSES)
 
 
-@pytest.mark.parametrize("cell", SWEPT, ids=str)
+@pytest.mark.parametrize("cell", BY_TURNS, ids=str)
 def test_plans_of_the_sweep_have_no_other_class(cell: Cell) -> None:
     for number in (0, 2):
         with cells.closing(prepare_swept(cell, machine(budgets(cell)[number]))) as engine:

@@ -34,7 +34,7 @@ SHAPE = dict(
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> str:
+def model(tmp_path: Path, one_trace: None) -> str:
     folder = tmp_path / "model"
     transformers.LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
     return str(folder)

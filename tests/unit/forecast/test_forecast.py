@@ -43,20 +43,6 @@ def real_model(config: Any, dtype: torch.dtype) -> Any:
     return getattr(transformers, config.architectures[0])._from_config(copy.deepcopy(config), dtype=dtype).train()
 
 
-@pytest.fixture
-def one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All forecasts of a test share the profiles of equal batches on machines of equal speed."""
-    kept: dict[Any, Any] = {}
-
-    def traced(config: Any, spec: Any, **how: Any) -> Any:
-        key = (dataclasses.replace(spec, name="", gpu_bytes=0, host_bytes=0), *how.values())
-        if key not in kept:
-            kept[key] = fake_trace(config, spec, **how)
-        return kept[key]
-
-    monkeypatch.setattr("outsize.forecast.forecast.fake_trace", traced)
-
-
 CASES = [
     ("llama", torch.bfloat16),
     ("mixtral", torch.bfloat16),
@@ -98,7 +84,7 @@ def test_a_fake_trace_of_an_adapter_equals_a_real_one_to_the_byte(settings: dict
     assert dataclasses.replace(fake, provenance="") == dataclasses.replace(trace, provenance="")
 
 
-def test_the_forecast_is_the_plan_that_prepare_makes() -> None:
+def test_the_forecast_is_the_plan_that_prepare_makes(one_trace: None) -> None:
     config = config_of("llama")
     small = 256 * 1024
     ahead = plan(
@@ -354,7 +340,7 @@ def test_a_folder_its_config_file_and_the_object_give_one_plan(tmp_path: Path) -
     assert plans[0] == plans[1] == plans[2]
 
 
-def test_for_a_real_card_the_gradients_of_a_tied_weight_are_added_in_place() -> None:
+def test_for_a_real_card_the_gradients_of_a_tied_weight_are_added_in_place(one_trace: None) -> None:
     """On the H200, 3B plans were 3 to 4 % too large by the sum that autograd makes out of place under a dispatch mode,
     and no others were.
     """
@@ -367,7 +353,7 @@ def test_for_a_real_card_the_gradients_of_a_tied_weight_are_added_in_place() -> 
     assert simulated[0] - real[0] == table.nbytes and simulated[1:] == real[1:]
 
 
-def test_a_real_machine_waits_for_python_where_operators_are_small_and_many() -> None:
+def test_a_real_machine_waits_for_python_where_operators_are_small_and_many(one_trace: None) -> None:
     config = config_of("llama")
     simulated, real = (
         plan(config, sequence_len=TOKENS, micro_batch_size=ROWS, hardware=name) for name in ("64MiB", "h200")
@@ -466,7 +452,7 @@ def test_too_little_memory_is_an_answer_that_holds(one_trace: None) -> None:
     assert plan(config, sequence_len=TOKENS, hardware="64MiB", gpu_memory=caught.value.needed_bytes)
 
 
-@pytest.mark.parametrize("rest", [0, 20])
+@pytest.mark.parametrize("rest", [pytest.param(0, marks=pytest.mark.full), 20])
 def test_loops_over_tokens_cost_the_same_whether_all_iterations_run_or_three(
     rest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

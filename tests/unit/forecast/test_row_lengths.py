@@ -26,8 +26,8 @@ def _few_tokens_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outsize.forecast.row_lengths.LONG_TOKENS", TOKENS - 1)
 
 
-@pytest.fixture(scope="module")
-def least() -> list[int]:
+@pytest.fixture
+def least(one_trace: None) -> list[int]:
     """The GPU memory that half of the tokens need, all of them, and twice as many."""
     found = [
         forecast(CONFIG, replace(request_for(), sequence_len=n)).problem.least_gpu_memory()

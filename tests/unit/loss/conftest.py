@@ -4,5 +4,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _without_shared_profiles(_profiles_of_this_test: None) -> None:
+def _without_shared_profiles(_profiles_anew: None) -> None:
     pass

@@ -76,7 +76,13 @@ def signaled(number: int, signal_number: int, yaml: Path, *overrides: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("signal_number", "at"), [(signal.SIGKILL, 1), (signal.SIGKILL, 5), (signal.SIGINT, 2), (signal.SIGINT, 6)]
+    ("signal_number", "at"),
+    [
+        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.full),
+        (signal.SIGKILL, 5),
+        (signal.SIGINT, 2),
+        pytest.param(signal.SIGINT, 6, marks=pytest.mark.full),
+    ],
 )
 def test_d1_d2_d12_a_stopped_run_continues_to_the_same_bits(
     tmp_path: Path, finished: Path, signal_number: int, at: int

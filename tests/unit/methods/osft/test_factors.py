@@ -90,7 +90,7 @@ def test_steps_equal_the_published_steps(variant: str) -> None:
         assert relative(p, first) > 0.05
 
 
-@pytest.mark.parametrize("variant", ["peft", "mini_trainer"])
+@pytest.mark.parametrize("variant", [pytest.param("peft", marks=pytest.mark.full), "mini_trainer"])
 def test_what_200_steps_leak(variant: str) -> None:
     """D10, D28. Projecting gradients alone leaks: Adam's scaling rotates the update. mini_trainer's parameters are
     projected, too. Clipping and weight decay are on."""
