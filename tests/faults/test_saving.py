@@ -584,29 +584,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def loading() -> Iterator[Engine]:
-    with trained() as engine:
-        yield engine
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_changes_nothing(
-    damage: str, checkpoint: Path, loading: Engine, tmp_path: Path
-) -> None:
-    """One engine loads them all: between them it trains, and loads the one that is whole."""
+def test_a_damaged_checkpoint_is_named_and_changes_nothing(damage: str, checkpoint: Path, tmp_path: Path) -> None:
     act, match = DAMAGES[damage]
     folder = shutil.copytree(checkpoint, tmp_path / "checkpoint-1")
     act(folder)
-    step(loading, 1)
-    before = bits(loading)
-    descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(BadFile, match=match):
-        loading.load(folder)
-    assert same(bits(loading), before) and len(os.listdir("/proc/self/fd")) == descriptors
-    step(loading, 2)
-    loading.load(checkpoint)
-    assert not same(bits(loading), before)
+    with trained(2) as engine:
+        before = bits(engine)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(BadFile, match=match):
+            engine.load(folder)
+        assert same(bits(engine), before) and len(os.listdir("/proc/self/fd")) == descriptors
+        step(engine, 2)
+        engine.load(checkpoint)
+        assert not same(bits(engine), before)
 
 
 OTHERS: dict[str, tuple[Cell, dict[str, Any], str]] = {
