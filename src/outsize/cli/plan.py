@@ -1,5 +1,6 @@
 """`outsize plan`: plans a model's config, or a run file, for any machine, without weights or a GPU."""
 
+import atexit
 import gc
 import sys
 from collections.abc import Iterator
@@ -28,8 +29,6 @@ DEFAULT_FREE_SHARE = 0.25
 DEFAULT_LORA_R = 16
 OBJECTS_PER_COLLECTION = 100_000
 """Python's default, 700, makes the command a tenth slower: it imports and traces for seconds."""
-FULL_SHARE = 0.9
-"""Rows with less of the planned tokens on average gain from packing."""
 
 _DOC = """Will it fit, and how fast would it be? Needs only a model's config: no weights, no GPU.
 
@@ -63,6 +62,7 @@ def _collecting_rarely() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*was)
+        atexit.register(gc.freeze)  # else Python collects all of it at exit, which takes most of a second
 
 
 def _show_legend(wanted: bool) -> None:
@@ -234,7 +234,12 @@ def plan(
     print(made)
     print("`outsize plan --legend` explains these lines.\n")
     print(made.machine_text())
-    print(f"\n{made.explain()}" if why else _advice(model, first, made, filled))
+    if why:
+        print(f"\n{made.explain()}")
+    else:
+        from outsize.cli.advice import advice
+
+        print(advice(model, first, made, filled))
     if save is not None:
         from outsize.schedule.check import save as save_plan
 
@@ -293,24 +298,6 @@ def _with_lora(model: str, request: "ForecastRequest") -> str:
     gpu = show_bytes(budget.total_for(estimate.gpu_bytes))
     rate = f"{found.tokens_per_second:,.0f} tokens/s"
     return f"It fits with {what}: {gpu} GPU, {show_bytes(estimate.host_bytes)} host, {rate}."
-
-
-def _advice(model: str, request: "ForecastRequest", made: "Forecast", filled: float) -> str:
-    """Faster settings, more memory, less memory."""
-    from outsize.forecast.faster import faster
-    from outsize.forecast.row_lengths import is_long, limit_of_longer_rows
-
-    lines = [faster(model, request, made), made.what_if()]
-    if is_long(request):
-        lines.append(limit_of_longer_rows(model, request, made))
-    if filled < FULL_SHARE:
-        rate = made.tokens_per_second * filled
-        lines.insert(
-            0,
-            f"packing rows have {filled:.0%} of these tokens on average, so about {rate:,.0f} real tokens/s; "
-            "sample_packing fills them",
-        )
-    return "\n".join(line for line in lines if line)
 
 
 def _compare(model: str, request: "ForecastRequest", names: list[str]) -> None:
