@@ -119,10 +119,7 @@ class LayerStack:
         ModelUnsupported with the name of the first layer that returns other bits.
         """
         calls = self.capture(arguments).calls
-        head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None  # type: ignore[operator]
-        with ExitStack() as hooks, self._ready(), ExitStack() as weights, suppress(_Stop):
-            if isinstance(head, nn.Module):  # its logits may be larger than all else
-                hooks.callback(head.register_forward_pre_hook(_stop, prepend=True).remove)
+        with ExitStack() as hooks, self._without_head(), self._ready(), ExitStack() as weights:
             replay = _Replay(calls, self._materialized, weights)
             for i, layer in enumerate(self.layers):
                 for handle in replay.hooks(i, layer):
@@ -145,6 +142,21 @@ class LayerStack:
                 patches.enter_context(_forward_of(layer.module, call))
             with self._ready():
                 return self.model(**_without_labels(arguments))
+
+    @torch.no_grad()
+    def run_outside(self, arguments: Mapping[str, Any], hidden: Tensor) -> None:
+        """Run what the model has before and after its layers, as if the last one returned `hidden`. Runs no head."""
+        with self._without_head():
+            self.output(arguments, hidden)
+
+    @contextmanager
+    def _without_head(self) -> Iterator[None]:
+        """A forward within it ends before the head, whose logits may be larger than all else."""
+        head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None  # type: ignore[operator]
+        with ExitStack() as hooks, suppress(_Stop):
+            if isinstance(head, nn.Module):
+                hooks.callback(head.register_forward_pre_hook(_stop, prepend=True).remove)
+            yield
 
     def _passing(self, *args: Any, **kwargs: Any) -> Any:
         """A layer that returns one of the tensors it gets, whose values nothing reads."""

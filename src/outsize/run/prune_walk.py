@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.device.device import Device
+from outsize.methods.bypass.norm_statistics import NormStatistics
 from outsize.methods.bypass.train import Batch
 from outsize.model.stack import run
 from outsize.run.prune_batches import Given
@@ -68,6 +69,16 @@ class Walk:
         """Pass through a layer that has nothing to train."""
         with self.layer(layer) as module:
             self.pass_through(layer, lambda batch, hidden: run(module, batch.call, hidden))
+
+    @torch.no_grad()
+    def run_outside(self, norms: NormStatistics) -> None:
+        """Run what the model has before and after its layers, after all of them; not the head."""
+        for place in range(self.num_batches):
+            hidden = self.cache.read(place, min(place + 1, self.num_batches - 1))
+            with self._setup.device.on_host():
+                given = self._given(place)
+            with norms.listening(put(self._setup.device, given.valid)):
+                self._setup.stack.run_outside(self._arguments(given), hidden)
 
     def close(self) -> None:
         self.cache.close()
