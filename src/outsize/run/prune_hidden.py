@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from outsize.base.cache_folder import write_whole
 from outsize.base.errors import BadFile
 from outsize.device.device import Device
-from outsize.methods.bypass.hidden_size import Channels, find_reduction, reduced_model, require_same_output
+from outsize.methods.bypass.hidden_size import (
+    Channels,
+    adapt_to_zeros,
+    find_reduction,
+    reduced_model,
+    require_same_output,
+)
 from outsize.methods.bypass.parts import LayerParts
 from outsize.methods.bypass.subblocks import record
 from outsize.model.build import Built
@@ -150,6 +156,7 @@ def check_reduced(
         Reduced(teacher, stack, parts, hidden_size, device)  # its config and shapes
         hidden_size = max(heads, size // 2 // heads * heads)
     reduced = Reduced(teacher, stack, parts, hidden_size, device)
+    adapt_to_zeros(reduced.teacher.model, reduced.reduction)
     with reduced.measured():
         keep = put_channels(device, reduced.required_channels.keep)
         calls, own = stack.capture(arguments), reduced.stack.capture(arguments)

@@ -125,8 +125,8 @@ def _reduced_config(teacher: Any, count: int) -> Any:
     config = teacher.config
     if config.get_text_config() is not config:
         raise _unsupported(type(teacher).__name__, "it has more than a language model (a vision or audio tower)")
-    if getattr(config, "pruned_layers", None):
-        raise _unsupported(type(teacher).__name__, "its layers are pruned already, each to sizes of its own")
+    if getattr(config, "per_layer_attributes", None) or getattr(config, "pruned_layers", None):
+        raise _unsupported(type(teacher).__name__, "its config has sizes of single layers")
     size, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     if not isinstance(size, int):
         raise _unsupported(type(teacher).__name__, "its config has no hidden_size")
@@ -217,6 +217,17 @@ def _unsupported(name: str, why: str) -> ModelUnsupported:
     return ModelUnsupported(
         f"prune.hidden_size: {name}: {why}. Remove hidden_size; widths, heads and layers can be pruned without it."
     )
+
+
+def adapt_to_zeros(reduced: nn.Module, reduction: Reduction) -> None:
+    """Change the eps of the norms to what it is where the other channels are zeros: then the reduced model must compute
+    the same.
+    """
+    for path in reduction.norms:
+        module = reduced.get_submodule(path)
+        for name in ("eps", "epsilon", "variance_epsilon"):
+            if isinstance(value := getattr(module, name, None), float):
+                setattr(module, name, value * reduction.size / reduction.count)
 
 
 def require_same_output(name: str, expected: Tensor, found: Tensor) -> None:

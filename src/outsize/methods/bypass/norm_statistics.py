@@ -37,7 +37,7 @@ class NormStatistics:
             rows = tensor.detach().reshape(-1, tensor.shape[-1])
             if valid is not None:
                 rows = rows[valid.to(rows.device).flatten()]
-            rows = rows.float()
+            rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
             sums = (rows.square() if kind == "inputs" else rows.abs()).sum(0, dtype=torch.float64)
             self._sums[f"{kind}/{name}"] = self._sums.get(f"{kind}/{name}", 0) + sums
         self._tokens[name] += len(rows)
