@@ -141,12 +141,7 @@ def test_kept_channels_keep_their_size_after_a_norm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"),
-    [
-        ("gpt2", "c_attn"),
-        ("falcon", "query_key_value"),
-        ("starcoder2", "LayerNorm is no RMS norm"),
-    ],
+    ("kind", "named"), [("gpt2", "c_attn"), ("falcon", "query_key_value"), ("starcoder2", "LayerNorm is no RMS norm")]
 )
 def test_classes_without_residual_channels_of_their_own_are_refused(kind: str, named: str) -> None:
     model = teacher(kind)
@@ -174,5 +169,5 @@ def test_a_model_of_images_is_refused() -> None:
 
 
 def test_a_norm_that_never_ran_is_named() -> None:
-    with pytest.raises(ModelUnsupported, match="a.norm"):
+    with pytest.raises(ModelUnsupported, match=r"a\.norm"):
         NormStatistics({"a.norm": nn.RMSNorm(4)}).tensors()
