@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import kl_div
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, OlmoConfig, OlmoForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported
 from outsize.config.read import read_config
@@ -256,15 +256,76 @@ def test_a_folder_has_one_hidden_size(finished: tuple[Path, PruneOutcome], tmp_p
         pruned.run(folder / "run.yaml", f"output_dir={tmp_path / 'out'}", "prune.target.params=0.5")
 
 
-@pytest.mark.parametrize(
-    ("kind", "named"),
-    [("gemma2", "the input of the layers"), ("gpt2", "c_attn"), ("gemma3", "the input of the layers")],
-)
+def test_a_class_that_scales_its_embedding_by_the_hidden_size(tmp_path: Path) -> None:
+    """Gemma 3: the embedding makes up for it, and as that is also the head, the norm in front of the head takes it back.
+    Its norms multiply with 1 + weight, and also follow attention and feed-forward.
+    """
+    few = {"intermediate_size": [], "num_key_value_heads": [], "skip": [], "tokens": 90, "target": {"params": 0.9}}
+    (model,) = pruned.run(write(tmp_path, "gemma3", prune=few)).models
+    names = {
+        int(layer): some for layer, some in json.loads((model.folder / "prune.json").read_text())["variants"].items()
+    }
+    assert names == {layer: ["attention-copy", "ffn-copy"] for layer in range(3)}
+    teacher = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    kept, expected = channels(tmp_path), {}
+    keep = torch.tensor(kept["channels"])
+    for name, value in teacher.state_dict().items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            value = value[keep]
+        elif value.dim() == 2:
+            value = value[:, keep]
+        elif (scale := kept["scales"].get(name.removesuffix(".weight"))) is not None:
+            value = (1 + value[keep]) * scale - 1
+        expected[name] = value.clone()
+    for layer, some in names.items():
+        for each in some:
+            expected |= {f"model.layers.{layer}.{rest}": value for rest, value in entry(tmp_path, layer, each).items()}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        expected[name] *= 2**0.5
+    expected["model.norm.weight"] = (1 + expected["model.norm.weight"]) / 2**0.5 - 1
+    loaded = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert loaded.state_dict().keys() == expected.keys() and len(kept["scales"]) == 13
+    for name, value in loaded.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)
+
+
+def olmo() -> Any:
+    """Norms without weights, which nothing could rescale."""
+    torch.manual_seed(0)
+    return OlmoForCausalLM(
+        OlmoConfig(
+            vocab_size=zoo.VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "named"), [("gpt2", "c_attn"), ("olmo", "self_attn: with fewer channels, its class")])
 def test_models_that_depend_on_the_hidden_size_in_another_way_are_refused(
     tmp_path: Path, kind: str, named: str
 ) -> None:
+    if kind == "olmo":
+        olmo().save_pretrained(tmp_path / "model")
+        folders.write_tokenizer(tmp_path / "model")
     with pytest.raises(ModelUnsupported, match=named):
         pruned.run(write(tmp_path, kind, {"num_key_value_heads": []}))
+
+
+def test_rounds_and_groups_give_the_same_bits_within_the_planned_memory(tmp_path: Path) -> None:
+    prune = {"tokens": 270, "importance_tokens": 90, "target": [], "skip": [], "keep_optimizer": True}
+    yaml = write(tmp_path, prune=prune, save_steps=None)
+    made = pruned.run(yaml).plan
+    expected = pruned.library(tmp_path / "out")
+    rounds = f"host_memory={made.host_bytes - made.hidden_bytes // 2}"
+    outcome = pruned.run(yaml, rounds, f"output_dir={tmp_path / 'rounds'}")
+    assert len(outcome.plan.rounds) > 1
+    pruned.require_equal(pruned.library(tmp_path / "rounds"), expected)
+    least = pruned.least_gpu_memory(yaml, "device=sim:64MiB", "gpu_memory=1KiB")
+    limits = ["device=sim:64MiB", f"gpu_memory={least}B", f"output_dir={tmp_path / 'groups'}"]
+    outcome = pruned.run(yaml, *limits)
+    assert outcome.plan.num_groups > 1 and outcome.gpu_peak_bytes <= outcome.plan.gpu_bytes
+    pruned.require_equal(pruned.library(tmp_path / "groups"), expected)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,10 @@ from outsize.methods.bypass.hidden_size import (
     Channels,
     adapt_to_zeros,
     find_reduction,
+    is_same_output,
     reduced_model,
     require_same_output,
+    unsupported,
 )
 from outsize.methods.bypass.parts import LayerParts
 from outsize.methods.bypass.subblocks import record
@@ -34,12 +36,21 @@ class Reduced:
     """Also the source of its weights (`model.weights.Weights`)."""
 
     def __init__(
-        self, teacher: Teacher, stack: LayerStack, parts: Mapping[int, LayerParts], hidden_size: int, device: Device
+        self,
+        teacher: Teacher,
+        stack: LayerStack,
+        parts: Mapping[int, LayerParts],
+        hidden_size: int,
+        device: Device,
+        *,
+        scales_embedding: bool = False,
     ):
-        """`parts`: of the teacher's layers."""
+        """`parts`: of the teacher's layers. `scales_embedding`: the class does, by the root of the hidden size."""
         self._of = teacher
         model = reduced_model(teacher.model, hidden_size)
         self.reduction = find_reduction(teacher.model, model)
+        if scales_embedding:
+            self.reduction = self.reduction.with_scaled_embedding(teacher.model, stack.path)
         self.channels: Channels | None = None
         """None: not ranked yet."""
         self.teacher = Teacher(Built(model, self), device)
@@ -53,6 +64,11 @@ class Reduced:
     def required_channels(self) -> Channels:
         assert self.channels is not None, "residual channels are ranked before anything is made of them"
         return self.channels
+
+    @property
+    def resident_bytes(self) -> int:
+        """On the device for the whole run: buffers, and the numbers of the kept channels."""
+        return self.teacher.resident_bytes + self.reduction.count * torch.int64.itemsize
 
     @property
     def hash(self) -> str:
@@ -136,15 +152,15 @@ def _damaged(path: Path, why: str) -> BadFile:
 
 
 @torch.no_grad()
-def check_reduced(
+def make_reduced(
     teacher: Teacher,
     stack: LayerStack,
     parts: Mapping[int, LayerParts],
     hidden_size: int,
     arguments: Mapping[str, Any],
     device: Device,
-) -> None:
-    """Raise ModelUnsupported unless the class with fewer residual channels computes what the teacher computes when the
+) -> Reduced:
+    """Raises ModelUnsupported unless the class with fewer residual channels computes what the teacher computes when the
     other channels are zero. `arguments`: of a small batch.
 
     If few channels go, what does not scale as it should could pass as rounding: then half of them are checked.
@@ -152,18 +168,28 @@ def check_reduced(
     config: Any = teacher.model.config
     heads = getattr(config, "num_attention_heads", None) or 1
     size = getattr(config, "hidden_size", 0) or 0
-    if size > hidden_size > 0.75 * size:
-        Reduced(teacher, stack, parts, hidden_size, device)  # its config and shapes
-        hidden_size = max(heads, size // 2 // heads * heads)
-    reduced = Reduced(teacher, stack, parts, hidden_size, device)
+    Reduced(teacher, stack, parts, hidden_size, device)  # its config and shapes are checked first
+    few = max(heads, size // 2 // heads * heads) if hidden_size > 0.75 * size else hidden_size
+    for scales_embedding in (False, True):
+        reduced = Reduced(teacher, stack, parts, few, device, scales_embedding=scales_embedding)
+        with reduced.measured():
+            given, own = (each.capture(arguments).hidden for each in (stack, reduced.stack))
+        if is_same_output(given[..., :few], own):
+            _check(teacher, stack, parts, reduced, arguments)
+            return Reduced(teacher, stack, parts, hidden_size, device, scales_embedding=scales_embedding)
+    raise unsupported("the input of the layers", "it depends on the hidden size in more than its channels")
+
+
+def _check(
+    teacher: Teacher, stack: LayerStack, parts: Mapping[int, LayerParts], reduced: Reduced, arguments: Mapping[str, Any]
+) -> None:
     adapt_to_zeros(reduced.teacher.model, reduced.reduction)
+    count = reduced.reduction.count
     with reduced.measured():
-        keep = put_channels(device, reduced.required_channels.keep)
         calls, own = stack.capture(arguments), reduced.stack.capture(arguments)
-        require_same_output("the input of the layers", calls.hidden.index_select(-1, keep), own.hidden)
         hidden = calls.hidden.clone()
-        hidden[..., hidden_size:] = 0
-        few = hidden[..., :hidden_size].contiguous()
+        hidden[..., count:] = 0
+        few = hidden[..., :count].contiguous()
         seen = set()
         for index, layer in enumerate(stack.layers):
             if layer.structure in seen:
@@ -178,13 +204,8 @@ def check_reduced(
             with reduced.teacher.materialized(list(module.parameters())):
                 made, own_parts = record(module, found.subblocks, kinds, own.calls[index], few)
             for kind in kinds:
-                target = of_parts[kind].target.index_select(-1, keep)
+                target = of_parts[kind].target[..., :count]
                 require_same_output(f"{layer.name}.{found.subblocks[kind].module}", target, own_parts[kind].target)
-            require_same_output(layer.name, expected.index_select(-1, keep), made)
+            require_same_output(layer.name, expected[..., :count], made)
         expected, made = stack.output(arguments, hidden).logits, reduced.stack.output(arguments, few).logits
         require_same_output("its norm and head after the layers", expected, made)
-
-
-def put_channels(device: Device, keep: Tensor) -> Tensor:
-    channels: Tensor = device.put(keep)
-    return channels

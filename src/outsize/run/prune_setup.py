@@ -37,7 +37,7 @@ from outsize.run.inputs import BatchOrder, data_seed, load_inputs, token_lengths
 from outsize.run.model_code import model_code
 from outsize.run.plan_batch import batches_to_plan_for, collator_of
 from outsize.run.prune_batches import BatchSource
-from outsize.run.prune_hidden import Reduced, check_reduced
+from outsize.run.prune_hidden import Reduced, make_reduced
 from outsize.run.prune_spec import PruneSpec, prune_spec, require_same
 from outsize.run.row_lengths import longest_row
 from outsize.run.teacher import Teacher
@@ -115,8 +115,8 @@ class PruneSetup:
 
     @property
     def fixed_bytes(self) -> int:
-        """On the device for the whole run: stem, buffers, workspace of the optimizer."""
-        others = 0 if self.reduced is None else self.reduced.teacher.resident_bytes
+        """On the device for the whole run: stem, buffers, workspace of the optimizer, numbers of channels."""
+        others = 0 if self.reduced is None else self.reduced.resident_bytes
         return self.teacher.resident_bytes + others + scratch_bytes(self.optimizer)
 
     @property
@@ -200,8 +200,7 @@ def set_up(config: RunConfig) -> PruneSetup:
         reduced = None
         if prune.hidden_size is not None:
             few = {name: _put(device, value) for name, value in _first_row(widest).items()}
-            check_reduced(teacher, stack, parts, prune.hidden_size, few, device)
-            reduced = Reduced(teacher, stack, parts, prune.hidden_size, device)
+            reduced = make_reduced(teacher, stack, parts, prune.hidden_size, few, device)
     width = config.sequence_len if config.sample_packing else longest if config.pad_to_sequence_len else None
     validation, num_validation = None, 0
     if inputs.evaluated is not None:

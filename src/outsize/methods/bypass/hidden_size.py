@@ -9,7 +9,7 @@ fewer channels, so their weights are rescaled.
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -75,6 +75,19 @@ class Reduction:
     """By name of parameter: the dimension that has residual channels. Others stay as they are."""
     norms: Mapping[str, NormForm]
     """By path: the norms over residual channels."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """By name of parameter, or path of norm: of weights and of outputs, beside the norms' scales."""
+
+    def with_scaled_embedding(self, teacher: Any, layers: str) -> "Reduction":
+        """For a class that scales its embedding by the root of the hidden size. `layers`: the path of their list."""
+        factor = math.sqrt(self.size / self.count)
+        embedding = teacher.get_input_embeddings().weight
+        factors = {name: factor for name, param in teacher.named_parameters() if param is embedding}
+        if (
+            teacher.get_output_embeddings().weight is embedding
+        ):  # the head has the factor too: the norm before it loses it
+            factors |= {path: 1 / factor for path in self.norms if not path.startswith(f"{layers}.")}
+        return replace(self, factors=factors)
 
     def cut(self, name: str, tensor: Tensor, channels: Channels) -> Tensor:
         if name not in self.dims:
@@ -82,8 +95,8 @@ class Reduction:
         made = tensor.index_select(self.dims[name], channels.keep.to(tensor.device))
         owner, _, last = name.rpartition(".")
         if owner in self.norms and last == "weight":
-            return _rescaled(made, self.norms[owner], channels.scales[owner])
-        return made
+            return _rescaled(made, self.norms[owner], channels.scales[owner] * self.factors.get(owner, 1.0))
+        return _rescaled(made, "weight", self.factors[name]) if name in self.factors else made
 
     @torch.no_grad()
     def masked(self, name: str, layer: nn.Module, keep: Tensor) -> nn.Module:
@@ -124,12 +137,12 @@ def reduced_model(teacher: Any, count: int) -> nn.Module:
 def _reduced_config(teacher: Any, count: int) -> Any:
     config = teacher.config
     if config.get_text_config() is not config:
-        raise _unsupported(type(teacher).__name__, "it has more than a language model (a vision or audio tower)")
+        raise unsupported(type(teacher).__name__, "it has more than a language model (a vision or audio tower)")
     if getattr(config, "per_layer_attributes", None) or getattr(config, "pruned_layers", None):
-        raise _unsupported(type(teacher).__name__, "its config has sizes of single layers")
+        raise unsupported(type(teacher).__name__, "its config has sizes of single layers")
     size, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     if not isinstance(size, int):
-        raise _unsupported(type(teacher).__name__, "its config has no hidden_size")
+        raise unsupported(type(teacher).__name__, "its config has no hidden_size")
     if not count < size:
         raise ConfigError(f"prune.hidden_size: {count} is not below the teacher's {size}. Lower it, or remove it.")
     made = copy.deepcopy(config)
@@ -152,20 +165,20 @@ def find_reduction(teacher: nn.Module, reduced: nn.Module) -> Reduction:
     shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(teacher).items()}
     now = {name: tuple(tensor.shape) for name, tensor in _tensors(reduced).items()}
     if changed := sorted(shapes.keys() ^ now.keys()):
-        raise _unsupported(changed[0], "its class has it only with some hidden sizes")
+        raise unsupported(changed[0], "its class has it only with some hidden sizes")
     dims: dict[str, int] = {}
     for name, shape in shapes.items():
         differ = [dim for dim, (was, new) in enumerate(zip(shape, now[name], strict=True)) if was != new]
         if not differ:
             continue
         if len(differ) > 1 or (shape[differ[0]], now[name][differ[0]]) != (size, count):
-            raise _unsupported(
+            raise unsupported(
                 name, f"its class makes {now[name]} of {shape}, so another size also depends on the hidden size"
             )
         dims[name] = differ[0]
     params = dict(teacher.named_parameters())
     if buffers := sorted(dims.keys() - params.keys()):
-        raise _unsupported(buffers[0], "a buffer has residual channels")
+        raise unsupported(buffers[0], "a buffer has residual channels")
     norms: dict[str, NormForm] = {}
     for path, module in teacher.named_modules():
         own = dict(module.named_parameters(recurse=False, prefix=path))
@@ -209,11 +222,11 @@ def _form(path: str, module: nn.Module, reduced: nn.Module, size: int, count: in
             if is_same and expected[:, count:].abs().max() == 0:
                 return form
     except Exception as error:  # it takes other arguments
-        raise _unsupported(path, f"{type(module).__name__} is no RMS norm ({error})") from error
-    raise _unsupported(path, f"{type(module).__name__} is no RMS norm (it subtracts the mean, or has a bias)")
+        raise unsupported(path, f"{type(module).__name__} is no RMS norm ({error})") from error
+    raise unsupported(path, f"{type(module).__name__} is no RMS norm (it subtracts the mean, or has a bias)")
 
 
-def _unsupported(name: str, why: str) -> ModelUnsupported:
+def unsupported(name: str, why: str) -> ModelUnsupported:
     return ModelUnsupported(
         f"prune.hidden_size: {name}: {why}. Remove hidden_size; widths, heads and layers can be pruned without it."
     )
@@ -230,10 +243,14 @@ def adapt_to_zeros(reduced: nn.Module, reduction: Reduction) -> None:
                 setattr(module, name, value * reduction.size / reduction.count)
 
 
+def is_same_output(expected: Tensor, found: Tensor) -> bool:
+    expected, found = expected.double(), found.double()
+    return bool((expected - found).square().sum() <= 1e-3 * expected.square().sum())
+
+
 def require_same_output(name: str, expected: Tensor, found: Tensor) -> None:
     """Raise ModelUnsupported if the reduced model computes something else than the teacher without the channels."""
-    expected, found = expected.double(), found.double()
-    if not (expected - found).square().sum() <= 1e-3 * expected.square().sum():
-        raise _unsupported(
+    if not is_same_output(expected, found):
+        raise unsupported(
             name, "with fewer channels, its class computes something else than the teacher whose channels are zero"
         )
