@@ -25,6 +25,7 @@ from outsize.methods.bypass.train import LayerTraining
 from outsize.run.prune import PruneOutcome, choose_run, prune_run
 from outsize.run.prune_importance import StoredImportance
 from outsize.run.prune_library import BEST, LATEST, Library
+from outsize.run.prune_scores import Scoring, Variants
 from outsize.run.prune_setup import PruneSetup, set_up
 from outsize.run.prune_show import show_folder
 
@@ -288,6 +289,19 @@ def test_a_class_that_scales_its_embedding_by_the_hidden_size(tmp_path: Path) ->
     assert loaded.state_dict().keys() == expected.keys() and len(kept["scales"]) == 13
     for name, value in loaded.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_a_folder_with_linear_attention_is_the_model_that_was_evaluated(tmp_path: Path) -> None:
+    few = {"intermediate_size": [], "num_key_value_heads": [], "skip": [], "linear": True, "tokens": 90}
+    (model,) = pruned.run(write(tmp_path, "llama", prune={**few, "target": {"params": 0.36}})).models
+    names = {one.name for some in model.chosen.variants.values() for one in some}
+    assert names == {"attention-linear", "ffn-copy"}
+    setup = set_up(read_config(tmp_path / "run.yaml"))
+    importance = StoredImportance(setup, tmp_path / "out")
+    importance.rank()
+    variants = Variants(setup.of_reduced(), Library(tmp_path / "out"), importance)
+    assert Scoring(variants, setup.prune.score_tokens, None).of_folder(model.folder) == model.trained
+    assert 0 < model.trained.cosine < 1 and model.trained != model.pruned
 
 
 def olmo() -> Any:
