@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -109,13 +109,11 @@ class Reduced:
         paths = [path for path in self.reduction.norms if path.startswith(where) == (layer is not None)]
         return {path: stack.model.get_submodule(path) for path in paths}
 
-    def choose(self, folder: Path, statistics: Mapping[str, Tensor]) -> None:
-        """Take the channels of a folder's library; the first time, rank them. `statistics`: of all norms; unused if
-        the folder has channels.
-        """
+    def choose(self, folder: Path, statistics: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Take the channels of a folder's library; the first time, rank them. `statistics`: of all norms."""
         path = folder / CHANNELS_FILE
         if not path.exists():
-            made = Channels.ranked(statistics, self.reduction.count)
+            made = Channels.ranked(statistics(), self.reduction.count)
             facts = {
                 "hidden_size": self.reduction.count,
                 "of": self.reduction.size,

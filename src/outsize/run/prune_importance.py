@@ -15,7 +15,6 @@ from outsize.checkpoint.tensorfile import TensorFile, TensorSpec
 from outsize.methods.bypass.importance import Importance, LayerImportance
 from outsize.methods.bypass.norm_statistics import NormStatistics
 from outsize.methods.bypass.train import Batch
-from outsize.run.prune_hidden import CHANNELS_FILE
 from outsize.run.prune_setup import PruneSetup
 from outsize.run.prune_walk import Walk, put
 
@@ -47,11 +46,14 @@ class StoredImportance:
         """Choose the residual channels of `hidden_size`, once for the folder. Everything is measured."""
         if (reduced := self._setup.reduced) is None or reduced.channels is not None:
             return
+        reduced.choose(self._folder.parent, self.of_norms)
+
+    def of_norms(self) -> dict[str, Tensor]:
+        """What `NormStatistics` measured of all norms."""
         statistics: dict[str, Tensor] = {}
-        if not (self._folder.parent / CHANNELS_FILE).exists():
-            for layer in (*range(self._setup.num_layers), None):
-                statistics |= self._read(self._norms_path(layer))
-        reduced.choose(self._folder.parent, statistics)
+        for layer in (*range(self._setup.num_layers), None):
+            statistics |= self._read(self._norms_path(layer))
+        return statistics
 
     def _measure_layer(self, walk: Walk, layer: int) -> None:
         method = self._setup.prune.importance

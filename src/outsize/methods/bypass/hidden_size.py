@@ -38,21 +38,25 @@ class Channels:
 
     @classmethod
     def ranked(cls, statistics: Mapping[str, Tensor], count: int) -> "Channels":
-        """The channels with the largest outputs of norms, summed over all norms. `statistics`: of `NormStatistics`.
+        """The channels with the largest outputs of norms, summed over all norms. `statistics`: of `NormStatistics`."""
+        names = sorted(name for name in statistics if name.startswith("outputs/"))
+        scores = torch.stack([statistics[name] for name in names]).sum(0)
+        return cls.given(statistics, kept(scores, len(scores), count))
+
+    @classmethod
+    def given(cls, statistics: Mapping[str, Tensor], keep: Tensor) -> "Channels":
+        """These channels, with scales from the inputs of the norms.
 
         A norm divides by the root mean square of its input, now over the kept channels alone. Its factor is what that
         grows by, so that the kept channels have the same size after the norm.
         """
-        names = sorted(name.partition("/")[2] for name in statistics if name.startswith("outputs/"))
-        scores = torch.stack([statistics[f"outputs/{name}"] for name in names]).sum(0)
-        keep = kept(scores, len(scores), count)
         scales = {}
-        for name in names:
+        for name in sorted(name.removeprefix("inputs/") for name in statistics if name.startswith("inputs/")):
             energy = statistics[f"inputs/{name}"]
             own, whole = float(energy[keep].mean()), float(energy.mean())
             if not (math.isfinite(own) and math.isfinite(whole) and own > 0):
                 raise ModelUnsupported(
-                    f"{name}: its input is zero or not finite in the {count} channels that are kept, so hidden_size "
+                    f"{name}: its input is zero or not finite in the {len(keep)} kept channels, so hidden_size "
                     "cannot rescale it. Remove hidden_size, or check the teacher and the data."
                 )
             scales[name] = math.sqrt(own / whole)
