@@ -304,6 +304,15 @@ def test_a_folder_with_linear_attention_is_the_model_that_was_evaluated(tmp_path
     assert 0 < model.trained.cosine < 1 and model.trained != model.pruned
 
 
+def test_packed_rows_whose_last_document_has_one_token(tmp_path: Path) -> None:
+    prune = {"target": [], "skip": [], "tokens": 90, "only_layers": [0]}
+    setup_of_packed = set_up(read_config(yaml := write(tmp_path, "llama", prune=prune, sample_packing=True)))
+    assert setup_of_packed.widest["position_ids"][0, -1] == 0
+    outcome = pruned.run(yaml)
+    assert [each.variant for each in outcome.library[:4]] == ["ffn-24", "attention-kv1", "attention-copy", "ffn-copy"]
+    assert all(each.validation[-1][1] < 2 for each in outcome.library)
+
+
 def olmo() -> Any:
     """Norms without weights, which nothing could rescale."""
     torch.manual_seed(0)
