@@ -161,6 +161,22 @@ def test_a_uniform_model_is_of_the_plain_class(finished: tuple[Path, PruneOutcom
     assert f"hidden size 16 of 32; channels {channels(folder)['hash']}" in out.getvalue()
 
 
+def test_limits_of_all_kinds_are_shares_of_the_teachers(finished: tuple[Path, PruneOutcome]) -> None:
+    folder, _ = finished
+    use = "context: 8, decoded: 2"
+    limits = ", ".join(f"{{{limit}, {use}}}" for limit in ("memory: 0.6", "latency: {min: 0.01}"))
+    by_memory, by_latency = choose_run(
+        read_config(folder / "run.yaml", [f"prune.target=[{limits}]"]), Console(file=io.StringIO())
+    )
+    teacher = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    weights = sum(param.nbytes for param in teacher.parameters())
+    kv_bytes = 10 * LAYERS * 2 * 2 * 8 * 4
+    assert by_memory.chosen.teacher["memory"] == weights + kv_bytes
+    assert by_memory.chosen.predicted["memory"] <= 0.6 * (weights + kv_bytes)
+    assert by_latency.chosen.predicted["latency"] > 0.01 * by_latency.chosen.teacher["latency"] > 0
+    assert by_latency.chosen.variants.keys() == {0, 1}
+
+
 def setup_of(folder: Path) -> PruneSetup:
     return set_up(read_config(folder / "run.yaml"))
 

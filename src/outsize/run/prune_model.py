@@ -161,14 +161,14 @@ def _choices(
             _, found = StoredScores(variants, scoring, folder).measure(picks, _shown_in(bar))
         base = next((found[pick.name].kl for pick in base_picks(setup)), 0.0)
         scores = {name: each.kl - base for name, each in found.items()}
-    known: dict[Use, Choosing] = {}
+    known: dict[tuple[Use, bool], Choosing] = {}
     choices = []
     for target in setup.prune.target:
         use = Use(batch=target.batch, context=target.context, decoded=target.decoded)
         timed = target.latency is not None and setup.prune.costs is None
-        if use not in known:
-            known[use] = Choosing(setup, scores, use, timed=timed)
-        choices.append((known[use].choose(target), known[use]))
+        if (use, timed) not in known:
+            known[use, timed] = Choosing(setup, scores, use, timed=timed)
+        choices.append((known[use, timed].choose(target), known[use, timed]))
     return choices
 
 

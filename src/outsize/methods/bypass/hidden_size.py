@@ -87,9 +87,8 @@ class Reduction:
         factor = math.sqrt(self.size / self.count)
         embedding = teacher.get_input_embeddings().weight
         factors = {name: factor for name, param in teacher.named_parameters() if param is embedding}
-        if (
-            teacher.get_output_embeddings().weight is embedding
-        ):  # the head has the factor too: the norm before it loses it
+        if teacher.get_output_embeddings().weight is embedding:
+            # The head has the factor too: the norm in front of it takes it back.
             factors |= {path: 1 / factor for path in self.norms if not path.startswith(f"{layers}.")}
         return replace(self, factors=factors)
 
