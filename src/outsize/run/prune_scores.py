@@ -20,9 +20,9 @@ from outsize.methods.bypass.students import Student
 from outsize.methods.bypass.variants import Variant
 from outsize.model.build import build_model
 from outsize.model.stack import LayerStack
-from outsize.run.prune_hidden import Reduced
 from outsize.run.prune_importance import StoredImportance, channels_on
 from outsize.run.prune_library import BEST, LATEST, Library
+from outsize.run.prune_reduced import Reduced
 from outsize.run.prune_setup import PruneSetup
 from outsize.run.prune_walk import put
 from outsize.run.teacher import Teacher

@@ -37,7 +37,7 @@ from outsize.run.inputs import BatchOrder, data_seed, load_inputs, token_lengths
 from outsize.run.model_code import model_code
 from outsize.run.plan_batch import batches_to_plan_for, collator_of
 from outsize.run.prune_batches import BatchSource
-from outsize.run.prune_hidden import Reduced, make_reduced
+from outsize.run.prune_reduced import Reduced, make_reduced
 from outsize.run.prune_spec import PruneSpec, prune_spec, require_same
 from outsize.run.row_lengths import longest_row
 from outsize.run.teacher import Teacher

@@ -10,8 +10,8 @@ from rich.table import Table
 from outsize.base.errors import BadFile, ConfigError
 from outsize.base.records import from_json
 from outsize.run.prune_assemble import PRUNE_FILE
-from outsize.run.prune_hidden import CHANNELS_FILE
 from outsize.run.prune_library import DESCRIPTION, Description
+from outsize.run.prune_reduced import CHANNELS_FILE
 from outsize.run.prune_scores import SCORES_FILE
 
 

@@ -1,6 +1,6 @@
 """Quality of models with fewer residual channels, with the small teacher of examples/byte_teacher, on a CPU:
 
-    OMP_NUM_THREADS=1 python -m benchmarks.prune_hidden
+    OMP_NUM_THREADS=1 python -m benchmarks.prune_hidden_size
 
 For each hidden size: the cut model without training, by ranked and by other channels; all sub-blocks trained locally;
 then trained end to end with the teacher. Losses are on held-out rows. Prints a table in Markdown.
@@ -22,9 +22,9 @@ from outsize.config.read import read_config
 from outsize.methods.bypass.hidden_size import Channels
 from outsize.methods.bypass.score import Scores
 from outsize.run.prune import prune_run
-from outsize.run.prune_hidden import Reduced
 from outsize.run.prune_importance import StoredImportance
 from outsize.run.prune_library import Library
+from outsize.run.prune_reduced import Reduced
 from outsize.run.prune_scores import Pick, Scoring, Variants, base_picks
 from outsize.run.prune_setup import set_up
 
