@@ -1,0 +1,94 @@
+"""The teacher's last hidden states on disk. Distillation reads them in place of running the teacher's layers.
+
+    teacher-hidden/made_from.json      what their bits depend on, and the shape of each batch
+    teacher-hidden/hidden.bin          batch after batch
+
+The folder is complete or absent (checkpoint/folder.py). run/prune_hidden.py writes it.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.base.errors import BadFile, OutsizeError
+from outsize.base.records import from_json
+from outsize.checkpoint.folder import read_manifest
+
+FOLDER, RECORD, HIDDEN = "teacher-hidden", "made_from.json", "hidden.bin"
+DATA, THREADS = "data", "cpu_threads"
+_REMEDY = f"Restore it, or remove {FOLDER}: the same command then runs the teacher."
+_CHANGED = {"teacher": "the teacher has changed", DATA: "the rows of the data have changed"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    made_from: dict[str, Any]
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    """Of each batch: rows, tokens, hidden size."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherHidden:
+    """The hidden states of a complete folder."""
+
+    folder: Path
+    record: Record
+    starts: tuple[int, ...] = field(repr=False)
+    """First byte of each batch."""
+
+    @classmethod
+    def open(cls, folder: Path) -> "TeacherHidden":
+        """Raises BadFile with the reason if the folder is not complete."""
+        path = folder / RECORD
+        try:
+            read_manifest(folder)
+            record = from_json(Record, json.loads(path.read_text(encoding="utf-8")), where=str(path))
+            sizes = [math.prod(shape) * getattr(torch, record.dtype).itemsize for shape in record.shapes]
+        except (OSError, ValueError, AttributeError, OutsizeError) as error:
+            raise BadFile(f"{folder} is damaged: {str(error).partition('. ')[0]}. {_REMEDY}") from None
+        starts = tuple(accumulate(sizes, initial=0))
+        if (found := (folder / HIDDEN).stat().st_size) != starts[-1]:
+            raise BadFile(f"{folder} is damaged: {HIDDEN} has {found} bytes instead of {starts[-1]}. {_REMEDY}")
+        return cls(folder=folder, record=record, starts=starts)
+
+    def difference(self, now: Mapping[str, Any]) -> str:
+        """The first thing that differs from what they were made from. `now`: some of it, by name."""
+        for name, value in now.items():
+            if (then := self.record.made_from.get(name)) != value:
+                return _CHANGED.get(name, f"{name} was {then} and is {value}")
+        return ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.record.dtype)
+        return found
+
+    @property
+    def hidden_size(self) -> int:
+        return self.record.shapes[0][-1]
+
+    def read(self, k: int) -> Tensor:
+        """Those of batch `k`, in host memory."""
+        shape = self.record.shapes[k]
+        found = torch.empty(shape, dtype=self.dtype)
+        view = memoryview(found.view(-1).view(torch.uint8).numpy().data)
+        path = self.folder / HIDDEN
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(self.starts[k])
+                done = 0
+                while done < len(view) and (count := file.readinto(view[done:])):
+                    done += count
+        except OSError as error:
+            raise BadFile(f"{path} cannot be read ({error.strerror}). {_REMEDY}") from None
+        if done < len(view):
+            raise BadFile(f"{path} ends in batch {k}. {_REMEDY}")
+        return found
