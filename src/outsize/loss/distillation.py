@@ -19,8 +19,6 @@ from torch.nn.functional import linear
 from outsize.loss.cross_entropy import CHUNK_BYTES, LogitStep, apply_steps, divisor, undo_steps
 
 MIN_TOKENS = 256
-TEACHER_HIDDEN = "teacher_hidden"
-"""The key of a batch with the teacher's last hidden states, if they are known."""
 
 
 def chunk_tokens(vocab_size: int) -> int:

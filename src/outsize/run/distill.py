@@ -1,6 +1,6 @@
 """Runs with `teacher_model`: the loss is that of distillation, and the teacher runs forward under a plan of its own.
 
-The teacher's layers are streamed as its plan says; if batches have its last hidden states, only its head is needed. The
+The teacher's layers are streamed as its plan says; if its last hidden states are known, only its head is needed. The
 student's loss multiplies these with the teacher's head chunk by chunk, so the logits of neither model exist as a whole.
 """
 
@@ -19,11 +19,12 @@ from outsize.data.packing import keeps_documents_apart
 from outsize.integrations.hf import OutsizeMixin
 from outsize.integrations.others import Planned, too_small
 from outsize.loss.chunked_loss import ChunkedLossUnsupported, logit_steps
-from outsize.loss.distillation import TEACHER_HIDDEN, Lesson, Mixture, TeacherHead, teaching
+from outsize.loss.distillation import Lesson, Mixture, TeacherHead, teaching
 from outsize.model.build import build_model
 from outsize.model.packed_attention import VARLEN
 from outsize.run.adapters import materialize, materialize_head
-from outsize.run.distill_batches import DistillBatches
+from outsize.run.distill_batches import TEACHER_BATCH, DistillBatches, HiddenReader
+from outsize.run.teacher_hidden import TeacherHidden
 from outsize.run.trainer import ForRuns
 from outsize.setup.request import PrepareRequest
 
@@ -33,8 +34,10 @@ _NAME = "the teacher"
 @dataclass(frozen=True)
 class Teacher:
     backbone: nn.Module | None
-    """Without the head. Gives the last hidden states. None: batches have them."""
+    """Without the head. Gives the last hidden states. None: they are known."""
     head: TeacherHead
+    hidden: TeacherHidden | None = None
+    """Of all batches, if they are known."""
 
 
 def load_teacher(config: RunConfig, vocab_size: int, batches: DistillBatches | None = None) -> Teacher:
@@ -43,13 +46,13 @@ def load_teacher(config: RunConfig, vocab_size: int, batches: DistillBatches | N
     """
     assert config.teacher_model is not None
     dtype, attention = torch.bfloat16 if config.bf16 else torch.float32, config.attn_implementation
-    is_known = batches is not None and batches.hidden is not None
+    hidden = None if batches is None else batches.hidden
     overrides: dict[str, Any] = {}
     if batches is not None:
         overrides = dict(overrides=config.overrides_of_model_config, rope_parameters=config.rope_parameters)
     try:
         built = build_model(config.teacher_model, dtype=dtype, attn_implementation=attention, **overrides)
-        model = materialize_head(built) if is_known else materialize(built)
+        model = materialize(built) if hidden is None else materialize_head(built)
     except (OutsizeError, ImportError, ValueError) as error:
         raise ConfigError(f"teacher_model: {error}") from None
     model.requires_grad_(False).eval()
@@ -66,7 +69,7 @@ def load_teacher(config: RunConfig, vocab_size: int, batches: DistillBatches | N
         )
     if (
         config.sample_packing
-        and not is_known
+        and hidden is None
         and not keeps_documents_apart(model, head.out_features, rows=1, takes_boundaries=attention == VARLEN)
     ):
         raise ConfigError(
@@ -75,7 +78,7 @@ def load_teacher(config: RunConfig, vocab_size: int, batches: DistillBatches | N
         )
     bias = None if head.bias is None else head.bias.detach()[:vocab_size]
     found = TeacherHead(head.weight.detach()[:vocab_size], bias, _steps_of(model, backbone, head))
-    return Teacher(None if is_known else backbone, found)
+    return Teacher(backbone if hidden is None else None, found, hidden)
 
 
 def _steps_of(model: Any, backbone: Any, head: nn.Linear) -> Any:
@@ -125,6 +128,7 @@ class DistillTrainer(ForRuns, OutsizeMixin, Trainer):
         super().__init__(*args, **{**kwargs, "chunked_loss": True})
         self._teacher, self._mixture = teacher, mixture
         self._head: TeacherHead | None = None
+        self._reader: HiddenReader | None = None
         self._beside_bytes = sum(part.nbytes for part in (teacher.head.weight, teacher.head.bias) if part is not None)
         if teacher.backbone is not None:
             self._others = {_NAME: teacher.backbone}
@@ -133,15 +137,19 @@ class DistillTrainer(ForRuns, OutsizeMixin, Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        seen = inputs.get(TEACHER_HIDDEN)
-        inputs = {name: value for name, value in inputs.items() if name != TEACHER_HIDDEN}
+        number = inputs.get(TEACHER_BATCH)
+        inputs = {name: value for name, value in inputs.items() if name != TEACHER_BATCH}
         if not torch.is_grad_enabled():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        seen: Tensor
         if self._teacher.backbone is not None:
             with torch.no_grad():
                 given = {name: value for name, value in inputs.items() if name != "labels"}
                 seen = self._teacher.backbone(**given, use_cache=False).last_hidden_state
-        assert self._head is not None and seen is not None
+        else:
+            assert self._reader is not None
+            seen = self._reader.on_device(number, inputs["input_ids"].shape)
+        assert self._head is not None
         lesson = Lesson(seen, self._head, self._mixture)
         with teaching(lesson):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -149,27 +157,27 @@ class DistillTrainer(ForRuns, OutsizeMixin, Trainer):
             raise EngineMisuse("The student computed its own loss instead of that of distillation.")
         return loss
 
-    # The teacher's head is outside of its plan, and all of the teacher if batches have its hidden states.
+    # The teacher's head is outside of its plan, and all of the teacher if its hidden states are known.
 
     def _beside_others(
         self, batch: dict[str, Any], request: PrepareRequest, plan: Callable[[PrepareRequest], Planned]
     ) -> Planned:
-        if self._teacher.backbone is not None:
+        if self._teacher.hidden is None:
             return super()._beside_others(batch, request, plan)
-        taken, left = self._beside_bytes, request
         self._place_head()
-        self.others_bytes = (taken, 0)
-        if request.gpu_memory is not None:
-            memory = parse_bytes(request.gpu_memory, name="gpu_memory")
-            left = replace(request, gpu_memory=max(1, memory - taken))
+        self._reader = HiddenReader(self._teacher.hidden, self._chosen_device())
+        gpu, host = self.others_bytes = (self._beside_bytes, self._reader.host_bytes)
+        left = replace(request, gpu_memory=_less(request.gpu_memory, gpu), host_memory=_less(request.host_memory, host))
         try:
             return plan(left)
         except PlanInfeasible as error:
             self._stop_others()
-            of_gpu = taken if error.resource == "gpu" else 0
-            trained = f"the trained model {show_bytes(error.needed_bytes)}, together"
-            words = f"{_NAME}'s head needs {show_bytes(taken)}, {trained}" if of_gpu else "the trained model needs"
-            raise too_small(error, words, of_gpu, request) from None
+            taken = gpu if error.resource == "gpu" else host
+            what = "head needs" if error.resource == "gpu" else "hidden states need"
+            words = (
+                f"{_NAME}'s {what} {show_bytes(taken)}, the trained model {show_bytes(error.needed_bytes)}, together"
+            )
+            raise too_small(error, words, taken, request) from None
         except BaseException:
             self._stop_others()
             raise
@@ -186,6 +194,14 @@ class DistillTrainer(ForRuns, OutsizeMixin, Trainer):
     def _stop_others(self) -> None:
         super()._stop_others()
         self._head = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+def _less(memory: str | int | None, taken: int) -> int | None:
+    """None stays None: free memory then decides."""
+    return None if memory is None else max(1, parse_bytes(memory, name="memory") - taken)
 
 
 def distill_trainer(config: RunConfig, batches: DistillBatches | None = None, **given: Any) -> DistillTrainer:

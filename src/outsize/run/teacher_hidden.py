@@ -75,10 +75,9 @@ class TeacherHidden:
     def hidden_size(self) -> int:
         return self.record.shapes[0][-1]
 
-    def read(self, k: int) -> Tensor:
-        """Those of batch `k`, in host memory."""
-        shape = self.record.shapes[k]
-        found = torch.empty(shape, dtype=self.dtype)
+    def read(self, k: int, *, pinned: bool = False) -> Tensor:
+        """Those of batch `k`, in host memory. `pinned`: for a copy that nothing waits for."""
+        found = torch.empty(self.record.shapes[k], dtype=self.dtype, pin_memory=pinned)
         view = memoryview(found.view(-1).view(torch.uint8).numpy().data)
         path = self.folder / HIDDEN
         try:

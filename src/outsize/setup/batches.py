@@ -219,8 +219,7 @@ def take_tokens(batch: Any, tokens: int) -> dict[str, Any] | None:
     cut: dict[str, Any] = {}
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.dim() > 1:
-            are_features = value.dim() == 3 and value.is_floating_point() and not is_mask(name)
-            for dim in range(1, 2 if are_features else value.dim()):  # there may be as many features as tokens
+            for dim in range(1, value.dim()):
                 value = value.narrow(dim, 0, tokens) if value.shape[dim] == old else value
             value = value.clone()
             if looks_irregular(name, batch[name]) and not looks_irregular(name, value):
