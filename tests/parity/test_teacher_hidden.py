@@ -176,7 +176,7 @@ def test_hidden_states_of_another_run_are_not_used(finished: tuple[Path, Path], 
     assert "the rows of the data have changed" in why_not(yaml, "val_set_size=2")
     assert "bf16 was True and is False" in why_not(yaml, "bf16=false")
     assert "it takes 9 steps, and the variants are trained for 5" in why_not(
-        finished, f"prune.distill.tokens={9 * 4 * SEQ}"
+        yaml, f"prune.distill.tokens={9 * 4 * SEQ}"
     )
     assert "sdp_kernel: math holds only" in why_not(yaml, "sdp_kernel=math")
     assert "has 8 batches of 10" in why_not(yaml, f"prune.distill.tokens={5 * 4 * SEQ}")

@@ -88,8 +88,8 @@ class HiddenReader:
         return 3 * max(map(math.prod, self._hidden.record.shapes)) * self._hidden.dtype.itemsize
 
     def on_device(self, k: int | None, shape: torch.Size) -> Tensor:
-        """`k`: None for a batch to plan for. `shape`: of the token ids. Planning also changes the shapes of batches, and
-        does not use their values.
+        """`k`: None for a batch to plan for. `shape`: of the token ids. Planning also changes the shapes of batches,
+        and does not use their values.
         """
         hidden, device = self._hidden, self._device
         if k is None or hidden.record.shapes[k][:2] != tuple(shape):
