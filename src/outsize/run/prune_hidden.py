@@ -5,7 +5,7 @@ command writes them, also if every variant is finished.
 """
 
 import json
-import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,12 @@ from torch import Tensor
 
 from outsize.base.errors import BadFile, SaveFailed
 from outsize.base.log import log
-from outsize.base.records import dumps
 from outsize.base.units import show_bytes
-from outsize.checkpoint.folder import StagedDir, os_errors_as_save_failed, recover_partial_saves
+from outsize.checkpoint.folder import os_errors_as_save_failed, recover_partial_saves
 from outsize.config.run import RunConfig
 from outsize.run.prune_setup import PruneSetup
 from outsize.run.prune_walk import Walk
-from outsize.run.teacher_hidden import DATA, FOLDER, HIDDEN, RECORD, THREADS, Record, TeacherHidden
+from outsize.run.teacher_hidden import DATA, FOLDER, HIDDEN, THREADS, TeacherHidden, write_hidden
 from outsize.transfer.batch_cache import BatchSpec
 
 _BEGUN = "teacher-hidden.begun"
@@ -135,32 +134,14 @@ class KeptHidden:
         self._begun.unlink(missing_ok=True)
 
     def _write(self, walk: Walk, place: Path) -> None:
-        staged = StagedDir.of(place, replace=True)
-        try:
-            staged.require_space(sum(walk.cache.batches[k].num_bytes for k in range(self.num_batches)))
-            shapes, dtypes = [], set[torch.dtype]()
-            with os_errors_as_save_failed(place), (staged.path / HIDDEN).open("wb", buffering=0) as file:
-                for k in range(self.num_batches):
-                    hidden = walk.last_hidden_state(k, min(k + 1, self.num_batches - 1))
-                    with self._setup.device.on_host():
-                        host = hidden.to("cpu", copy=True).contiguous()
-                        _write_all(file.fileno(), host)
-                    shapes.append(tuple(host.shape))
-                    dtypes.add(host.dtype)
-            (dtype,) = dtypes
-            record = Record(
-                made_from=made_from(self._setup), dtype=str(dtype).removeprefix("torch."), shapes=tuple(shapes)
-            )
-            (staged.path / RECORD).write_text(dumps(record), encoding="utf-8")
-            staged.publish({"kind": "hidden states"})
-        except BaseException:
-            staged.discard()
-            raise
+        num_bytes = sum(walk.cache.batches[k].num_bytes for k in range(self.num_batches))
+        write_hidden(place, made_from(self._setup), self._batches(walk), num_bytes)
         size = show_bytes((place / HIDDEN).stat().st_size)
         log.info("%s has the teacher's last hidden states (%s), for distillation", place, size)
 
-
-def _write_all(file: int, tensor: Tensor) -> None:
-    view, done = memoryview(tensor.view(-1).view(torch.uint8).numpy().data), 0
-    while done < len(view):
-        done += os.write(file, view[done:])
+    def _batches(self, walk: Walk) -> Iterator[Tensor]:
+        for k in range(self.num_batches):
+            hidden = walk.last_hidden_state(k, min(k + 1, self.num_batches - 1))
+            with self._setup.device.on_host():
+                host = hidden.to("cpu", copy=True)
+            yield host

@@ -3,12 +3,13 @@
     teacher-hidden/made_from.json      what their bits depend on, and the shape of each batch
     teacher-hidden/hidden.bin          batch after batch
 
-The folder is complete or absent (checkpoint/folder.py). run/prune_hidden.py writes it.
+The folder is complete or absent (checkpoint/folder.py). run/prune_hidden.py decides what is in it.
 """
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 
 from outsize.base.errors import BadFile, OutsizeError
-from outsize.base.records import from_json
-from outsize.checkpoint.folder import read_manifest
+from outsize.base.records import dumps, from_json
+from outsize.checkpoint.folder import StagedDir, os_errors_as_save_failed, read_manifest
 
 FOLDER, RECORD, HIDDEN = "teacher-hidden", "made_from.json", "hidden.bin"
 DATA, THREADS = "data", "cpu_threads"
@@ -91,3 +92,31 @@ class TeacherHidden:
         if done < len(view):
             raise BadFile(f"{path} ends in batch {k}. {_REMEDY}")
         return found
+
+
+def write_hidden(place: Path, made_from: dict[str, Any], batches: Iterable[Tensor], num_bytes: int) -> None:
+    """Write the folder. `made_from`: see `Record`. `batches`: in host memory. `num_bytes`: about as many. Raises
+    SaveFailed.
+    """
+    staged = StagedDir.of(place, replace=True)
+    try:
+        staged.require_space(num_bytes)
+        shapes, dtypes = [], set[torch.dtype]()
+        with os_errors_as_save_failed(place), (staged.path / HIDDEN).open("wb", buffering=0) as file:
+            for hidden in batches:
+                _write_all(file.fileno(), hidden.contiguous())
+                shapes.append(tuple(hidden.shape))
+                dtypes.add(hidden.dtype)
+        (dtype,) = dtypes
+        record = Record(made_from=made_from, dtype=str(dtype).removeprefix("torch."), shapes=tuple(shapes))
+        (staged.path / RECORD).write_text(dumps(record), encoding="utf-8")
+        staged.publish({"kind": "hidden states"})
+    except BaseException:
+        staged.discard()
+        raise
+
+
+def _write_all(file: int, tensor: Tensor) -> None:
+    view, done = memoryview(tensor.view(-1).view(torch.uint8).numpy().data), 0
+    while done < len(view):
+        done += os.write(file, view[done:])
