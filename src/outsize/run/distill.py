@@ -4,6 +4,7 @@ The teacher's layers are streamed as its plan says; if its last hidden states ar
 student's loss multiplies these with the teacher's head chunk by chunk, so the logits of neither model exist as a whole.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ from outsize.base.errors import ConfigError, EngineMisuse, OutsizeError, PlanInf
 from outsize.base.units import parse_bytes, show_bytes
 from outsize.config.run import RunConfig
 from outsize.data.packing import keeps_documents_apart
+from outsize.device.choose import choose_device
+from outsize.device.device import Device
 from outsize.integrations.hf import OutsizeMixin
 from outsize.integrations.others import Planned, too_small
 from outsize.loss.chunked_loss import ChunkedLossUnsupported, logit_steps
@@ -128,6 +131,7 @@ class DistillTrainer(ForRuns, OutsizeMixin, Trainer):
         super().__init__(*args, **{**kwargs, "chunked_loss": True})
         self._teacher, self._mixture = teacher, mixture
         self._head: TeacherHead | None = None
+        self._close_head: Callable[[], object] = lambda: None
         self._reader: HiddenReader | None = None
         self._beside_bytes = sum(part.nbytes for part in (teacher.head.weight, teacher.head.bias) if part is not None)
         if teacher.backbone is not None:
@@ -164,8 +168,9 @@ class DistillTrainer(ForRuns, OutsizeMixin, Trainer):
     ) -> Planned:
         if self._teacher.hidden is None:
             return super()._beside_others(batch, request, plan)
-        self._place_head()
-        self._reader = HiddenReader(self._teacher.hidden, self._chosen_device())
+        self._stop_others()
+        device = self._place_head(request)
+        self._reader = HiddenReader(self._teacher.hidden, device)
         gpu, host = self.others_bytes = (self._beside_bytes, self._reader.host_bytes)
         left = replace(request, gpu_memory=_less(request.gpu_memory, gpu), host_memory=_less(request.host_memory, host))
         try:
@@ -184,16 +189,23 @@ class DistillTrainer(ForRuns, OutsizeMixin, Trainer):
 
     def _start_others(self, batch: dict[str, Any], request: PrepareRequest, *, least: bool) -> None:
         super()._start_others(batch, request, least=least)
-        self._place_head()
+        self._place_head(request)
 
-    def _place_head(self) -> None:
-        device, head = self._chosen_device().torch_device, self._teacher.head
-        bias = None if head.bias is None else head.bias.to(device)
-        self._head = replace(head, weight=head.weight.to(device), bias=bias)
+    def _place_head(self, request: PrepareRequest) -> Device:
+        """Its memory is a budget of its own on the device, beside those of the engines."""
+        device, head = choose_device(request.device), self._teacher.head
+        device.count_anew()
+        device.open(id(self), self._beside_bytes)
+        self._close_head = weakref.finalize(self, device.close, id(self))
+        self._head = replace(
+            head, weight=device.keep(head.weight), bias=None if head.bias is None else device.keep(head.bias)
+        )
+        return device
 
     def _stop_others(self) -> None:
         super()._stop_others()
         self._head = None
+        self._close_head()
         if self._reader is not None:
             self._reader.close()
             self._reader = None
