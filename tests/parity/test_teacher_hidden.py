@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from outsize.model.build import build_model
 from outsize.model.stack import LayerStack
 from outsize.model.weights import is_unmaterialized
 from outsize.run.adapters import materialize_head
+from outsize.run.distill_batches import DistillBatches
 from outsize.run.prune import PruneOutcome, prune_run
 from outsize.run.prune_distill import distill
 from outsize.run.prune_hidden import find_hidden
@@ -151,36 +153,41 @@ def require_those_of_the_whole_teacher(setup: PruneSetup) -> None:
         assert torch.equal(hidden.read(k), expected)
 
 
-def why_not(yaml: Path, *overrides: str, folder: Path | None = None) -> str:
-    """Why a run does not use the hidden states of `finished`."""
-    elsewhere = f"output_dir={yaml.parent / 'other'}"
-    found, why = find_hidden(set_up(read_config(yaml, [elsewhere, *overrides])), folder or yaml.parent / "out" / FOLDER)
-    assert (found is None) == bool(why)
-    return why
-
-
-def test_hidden_states_of_another_run_are_not_used(finished: tuple[Path, Path, int], tmp_path: Path) -> None:
+def test_hidden_states_of_another_run_are_not_used(
+    finished: tuple[Path, Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     yaml = finished[0]
-    assert not why_not(yaml)
-    assert "order.seed was 42 and is 7" in why_not(yaml, "data_seed=7")
-    assert "order.is_sequential was False and is True" in why_not(yaml, "train_sampling_strategy=sequential")
-    batch = ["micro_batch_size=4", "gradient_accumulation_steps=1"]
-    assert "order.rows_per_batch was 2 and is 4" in why_not(yaml, *batch)
-    assert "the rows of the data have changed" in why_not(yaml, "val_set_size=2")
-    assert "bf16 was True and is False" in why_not(yaml, "bf16=false")
-    assert "it takes 9 steps, and the variants are trained for 5" in why_not(
-        yaml, f"prune.distill.tokens={9 * 4 * SEQ}"
-    )
-    assert "sdp_kernel: math holds only" in why_not(yaml, "sdp_kernel=math")
-    assert "has 8 batches of 10" in why_not(yaml, f"prune.distill.tokens={5 * 4 * SEQ}")
-    assert "has left no" in why_not(yaml, folder=tmp_path / FOLDER)
+
+    def why_not(*overrides: str) -> str:
+        found, why = find_hidden(set_up(read_config(yaml, [f"output_dir={tmp_path}", *overrides])))
+        assert (found is None) == bool(why)
+        return why
+
+    assert "has left no" in why_not()
     shutil.copytree(yaml.parent / "out" / FOLDER, tmp_path / FOLDER)
+    assert not why_not()
+    assert "order.seed was 42 and is 7" in why_not("data_seed=7")
+    assert "order.is_sequential was False and is True" in why_not("train_sampling_strategy=sequential")
+    assert "order.rows_per_batch was 2 and is 4" in why_not("micro_batch_size=4", "gradient_accumulation_steps=1")
+    assert "the rows of the data have changed" in why_not("val_set_size=2")
+    assert "bf16 was True and is False" in why_not("bf16=false")
+    assert "it takes 9 steps, and the variants are trained for 5" in why_not(f"prune.distill.tokens={9 * 4 * SEQ}")
+    assert "sdp_kernel: math holds only" in why_not("sdp_kernel=math")
+    assert "has 8 batches of 10" in why_not(f"prune.distill.tokens={5 * 4 * SEQ}")
     record = tmp_path / FOLDER / "made_from.json"
     text = record.read_text()
+    # Known only once the student is there: the CPU threads of its run, and its rows.
+    setup = set_up(read_config(yaml, [f"output_dir={tmp_path}"]))
+    batches = DistillBatches(order=setup.train.order, num_batches=8, hidden=find_hidden(setup)[0])
+    rows = setup.train._rows
+    assert batches.of(rows, is_on_gpu=False).hidden is not None
+    assert batches.of(rows, is_on_gpu=True).hidden is None and "cpu_threads was" in caplog.text
+    fewer = replace(rows, bounds=rows.bounds[1:], documents=rows.documents[1:])
+    assert batches.of(fewer, is_on_gpu=False).hidden is None and "the rows of the data have changed" in caplog.text
     record.write_text(text.replace("bfloat16", "bfloat61"))
-    assert "is damaged" in why_not(yaml, folder=tmp_path / FOLDER)
+    assert "is damaged" in why_not()
     record.write_text(re.sub(r'"teacher": "..', '"teacher": "zz', text))
-    assert "the teacher has changed" in why_not(yaml, folder=tmp_path / FOLDER)
+    assert "the teacher has changed" in why_not()
 
 
 def test_only_the_head_of_the_teacher_has_weights(finished: tuple[Path, Path, int]) -> None:

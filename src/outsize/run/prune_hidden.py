@@ -55,11 +55,9 @@ def hidden_to_keep(setup: PruneSetup) -> tuple[list[BatchSpec], str]:
     return [setup.hidden_at(setup.train, k) for k in range(num_distill_batches(setup.config))], ""
 
 
-def find_hidden(setup: PruneSetup, folder: Path | None = None) -> tuple[TeacherHidden | None, str]:
-    """The hidden states of all batches that `prune.distill` needs, or None and why they cannot be used. `folder`:
-    where else than in `output_dir`.
-    """
-    place = folder or Path(setup.config.output_dir) / FOLDER
+def find_hidden(setup: PruneSetup) -> tuple[TeacherHidden | None, str]:
+    """The hidden states of all batches that `prune.distill` needs, or None and why they cannot be used."""
+    place = Path(setup.config.output_dir) / FOLDER
     if why := _never_because(setup):
         return None, why
     recover_partial_saves(place.parent)  # a kill may have left one that is complete under another name
