@@ -134,9 +134,18 @@ class LayerStack:
                 "cannot be run one by one; name another list with blocks."
             )
 
-    @torch.no_grad()
     def output(self, arguments: Mapping[str, Any], hidden: Tensor) -> Any:
         """What the model's forward returns if its last layer returns `hidden`. Runs no layer."""
+        return self._outside_of_layers(self.model, arguments, hidden)
+
+    def last_hidden_state(self, arguments: Mapping[str, Any], hidden: Tensor) -> Tensor:
+        """What the head gets if the last layer returns `hidden`. Runs no layer and no head."""
+        backbone: Any = self.model.base_model
+        found: Tensor = self._outside_of_layers(backbone, arguments, hidden).last_hidden_state
+        return found
+
+    @torch.no_grad()
+    def _outside_of_layers(self, model: Any, arguments: Mapping[str, Any], hidden: Tensor) -> Any:
         assert self._form is not None, "capture comes first"
         make = _FORMS[self._form[1]]
         with ExitStack() as patches:
@@ -144,7 +153,7 @@ class LayerStack:
                 call = self._passing if i < len(self.layers) - 1 else lambda *_, **__: make(hidden)
                 patches.enter_context(_forward_of(layer.module, call))
             with self._ready():
-                return self.model(**_without_labels(arguments))
+                return model(**_without_labels(arguments))
 
     def _passing(self, *args: Any, **kwargs: Any) -> Any:
         """A layer that returns one of the tensors it gets, whose values nothing reads."""

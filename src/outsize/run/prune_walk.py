@@ -69,6 +69,13 @@ class Walk:
         with self.layer(layer) as module:
             self.pass_through(layer, lambda batch, hidden: run(module, batch.call, hidden))
 
+    def last_hidden_state(self, place: int, then: int) -> Tensor:
+        """What the head gets of a batch, after all layers. `then`: the batch that is asked for next."""
+        hidden = self.cache.read(place, then)
+        with self._setup.device.on_host():
+            given = self._given(place)
+        return self._setup.stack.last_hidden_state(self._arguments(given), hidden)
+
     def close(self) -> None:
         self.cache.close()
 
