@@ -23,7 +23,7 @@ PARTS = {
     "1b": Part(cases=("1b", "1b-plain"), seconds=80),
     "scores": Part(cases=("scores",), seconds=140),
     "costs": Part(cases=("costs",), seconds=170),
-    "distill": Part(cases=("distill",), seconds=110),
+    "distill": Part(cases=("distill",), seconds=160),
     "70b": Part(cases=("70b",), seconds=280),
 }
 

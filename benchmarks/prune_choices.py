@@ -3,6 +3,8 @@
 import dataclasses
 import gc
 import io
+import itertools
+import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -22,6 +24,9 @@ from outsize.methods.bypass import score
 from outsize.methods.bypass.choose import Choice, Limit, Option
 from outsize.methods.bypass.costs import Use
 from outsize.run import prune_choice
+from outsize.run.content_hash import rows_hash
+from outsize.run.distill_batches import DistillBatches
+from outsize.run.inputs import BatchOrder, load_inputs
 from outsize.run.prune import prune_run
 from outsize.run.prune_assemble import Assembly
 from outsize.run.prune_choice import Choosing
@@ -30,6 +35,7 @@ from outsize.run.prune_library import Library
 from outsize.run.prune_scores import Pick, Scoring, Variants
 from outsize.run.prune_setup import set_up
 from outsize.run.teacher import Teacher
+from outsize.run.teacher_hidden import DATA, THREADS, TeacherHidden, write_hidden
 from outsize.run.train import train_run
 from outsize.transfer.batch_cache import BatchCache
 
@@ -219,8 +225,8 @@ def _built(kind: Any, config: Any, dtype: torch.dtype, device: torch.device, use
 
 
 def distill_case(*, tiny: bool) -> dict[str, Any]:
-    """Training of a student's shape under a budget, alone and with a teacher whose layers are streamed. (A teacher
-    whose last hidden states are kept is not there yet.)
+    """Training of a student's shape under a budget: alone, with a teacher whose layers are streamed, and with one whose
+    last hidden states are on disk (random ones: their values do not change the speed).
     """
     shape, layers = ("tiny", 3) if tiny else ("llama-8b", FEW)
     teacher = model_folder(models() / f"{shape}-{layers}", shape, layers=layers)
@@ -229,7 +235,9 @@ def distill_case(*, tiny: bool) -> dict[str, Any]:
     student = model_folder(folder, shape, layers=layers, intermediate_size=width, num_key_value_heads=heads)
     rows, seq, steps = (2, 16, 2) if tiny else (_ROWS, _SEQ, 10)
     found: dict[str, Any] = {"layers": f"{layers} of {named_config(shape).num_hidden_layers}", "tokens": rows * seq}
-    for name, keys in (("plain", {}), ("distilled", {"teacher_model": str(teacher)})):
+    with_teacher = {"teacher_model": str(teacher)}
+    sequential = {**with_teacher, "train_sampling_strategy": "sequential"}
+    for name, keys in (("plain", {}), ("streamed", with_teacher), ("distilled", sequential)):
         config = run_config(
             models() / f"run-{name}",
             student,
@@ -243,9 +251,26 @@ def distill_case(*, tiny: bool) -> dict[str, Any]:
             **keys,
         )
         config = dataclasses.replace(config, notes=())
-        outcome = train_run(config, Console(file=io.StringIO()))
+        batches = _with_hidden(config, teacher, steps) if name == "distilled" else None
+        outcome = train_run(config, Console(file=io.StringIO()), batches)
         found[f"{name}_tokens_per_s"] = outcome.tokens_per_second
         found[f"{name}_gpu_peak_gib"] = outcome.gpu_peak_bytes / GiB
         gc.collect()
         shutil.rmtree(config.output_dir)
     return found
+
+
+def _with_hidden(config: RunConfig, teacher: Path, num_batches: int) -> DistillBatches:
+    """Batches whose hidden states are on disk."""
+    rows = load_inputs(config).train
+    order = BatchOrder(num_rows=len(rows), rows_per_batch=config.micro_batch_size or 1, seed=0, is_sequential=True)
+    shape = (
+        order.rows_per_batch,
+        config.sequence_len,
+        json.loads((teacher / "config.json").read_text())["hidden_size"],
+    )
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made_from = {DATA: rows_hash(rows), THREADS: None if torch.cuda.is_available() else torch.get_num_threads()}
+    place = Path(config.output_dir).with_name("teacher-hidden")
+    write_hidden(place, made_from, itertools.repeat(drawn, num_batches), num_batches * drawn.nbytes)
+    return DistillBatches(order=order, num_batches=num_batches, hidden=TeacherHidden.open(place))

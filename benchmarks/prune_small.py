@@ -232,8 +232,9 @@ def distillation(folder: Path, teacher: Path = TEACHER, **prune: Any) -> list[st
                 model = place / f"{tokens}-{rate:g}"
                 shutil.copytree(start, model)
                 how = PruneDistill(tokens=tokens, learning_rate=rate)
-                config = read_config(path)
-                result = distill(replace(config, prune=replace(_prune(config), distill=how)), model, _silent())
+                prune_how = replace(setup.prune, distill=how)
+                changed = replace(setup, config=replace(setup.config, prune=prune_how), prune=prune_how)
+                result = distill(changed, model, _silent())
                 assert result is not None
                 found.setdefault((what, rate), []).append(measuring.of(result))
                 print(f"seed {seed}, {what}, {rate:g}: {found[what, rate][-1]}", flush=True)

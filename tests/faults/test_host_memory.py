@@ -76,6 +76,7 @@ def test_preparing_a_model_of_a_gibibyte_never_holds_it_twice() -> None:
     assert facts["growth"] + facts["weights"] > bound, "a second copy would pass unseen"
 
 
+@pytest.mark.full  # Python compiles torch and transformers anew
 def test_the_engine_trains_under_python_O() -> None:
     """Trap A7: no invariant hangs on an assert statement that -O removes."""
     script = (

@@ -14,6 +14,7 @@ from typing import Any
 import cells
 import pytest
 import torch
+import turns
 import zoo
 from cells import Outcome, Traced
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -279,8 +280,7 @@ def least_bytes(case: Adapted) -> int:
     return refused.value.needed_bytes
 
 
-@pytest.mark.parametrize("room", [0, 4 * 1024, 32 * 1024])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(("name", "room"), turns.by_turns(FEW, [0, 4 * 1024, 32 * 1024]))
 def test_adapters_stay_on_the_device_with_their_state_while_the_base_streams(
     name: str, room: int, parity_cell: Callable[[object], None]
 ) -> None:

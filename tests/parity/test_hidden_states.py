@@ -9,6 +9,7 @@ import pytest
 import torch
 import zoo
 from torch import Tensor, nn
+from turns import by_turns
 
 import outsize
 
@@ -37,8 +38,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("kind", "autocast"), by_turns(KINDS, [False, True]))
 def test_the_bits_are_those_of_gradient_checkpointing_d37(kind: str, autocast: bool) -> None:
     """Traps D37, D48."""
     model, batch = zoo.make(kind), zoo.batch(kind)

@@ -11,6 +11,7 @@ import torch
 import zoo
 from torch import Tensor, nn
 from transformers import BartConfig, BartForConditionalGeneration
+from turns import by_turns, in_turn
 
 import outsize
 from outsize.base.errors import ModelUnsupported, OrderMismatch, StaleParameter
@@ -52,8 +53,7 @@ def same(model: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("update", ["after_step", "in_backward"])
-@pytest.mark.parametrize("kind", SEES)
+@pytest.mark.parametrize(("kind", "update"), by_turns(SEES, ["after_step", "in_backward"]))
 def test_batches_with_and_without_images_train_in_one_run(kind: str, update: Any) -> None:
     """On `sim`, which finds races; a plan that sends activations and streams weights of the vision tower too."""
     plain, model = zoo.make(kind), zoo.make(kind)
@@ -80,7 +80,7 @@ def test_batches_with_and_without_images_train_in_one_run(kind: str, update: Any
     assert same(plain, model)
 
 
-@pytest.mark.parametrize("kind", SEES)
+@pytest.mark.parametrize("kind", in_turn(SEES, every=3))
 def test_the_first_batch_with_images_after_a_plan_without_them_is_planned_for(kind: str) -> None:
     plain, model = zoo.make(kind), zoo.make(kind)
     engine = outsize.prepare(
@@ -248,7 +248,7 @@ def bart() -> BartForConditionalGeneration:
 
 @pytest.mark.parametrize(
     ("weights", "optimizer", "strategy", "update"),
-    [("host", "host", "offload", "in_backward"), ("host", "gpu", "swap", "after_step")],
+    in_turn([("host", "host", "offload", "in_backward"), ("host", "gpu", "swap", "after_step")]),
 )
 def test_a_model_of_transformers_with_layerdrop_trains_to_the_same_bits(
     weights: Any, optimizer: Any, strategy: Any, update: Any

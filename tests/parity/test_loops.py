@@ -12,6 +12,7 @@ import torch
 import zoo
 from cells import Cell
 from torch import nn
+from turns import by_turns
 
 HOMES = [("gpu", "gpu"), ("host", "gpu"), ("gpu", "host"), ("host", "host")]
 STRATEGIES = ("keep", "recompute", "offload", "swap")
@@ -19,8 +20,7 @@ FEW = 3
 """Steps, where the hazard is there in every one of them."""
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "bert"])
+@pytest.mark.parametrize(("kind", "strategy"), by_turns(["llama", "gpt2", "t5", "bert"], STRATEGIES, every=4))
 def test_autocast_over_fp32_weights(kind: str, strategy: str, parity_cell: Callable[[object], None]) -> None:
     """Weights are cast anew in every block: a cast that outlives its slot would be another block's (dropout in gpt2, t5
     and bert is repeated as well).
@@ -62,8 +62,14 @@ def _cosine(step: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(step, 8) / 8))
 
 
-@pytest.mark.parametrize(("weights", "optimizer"), HOMES)
-@pytest.mark.parametrize("kind", ["llama", "mixed", "bert"])
+@pytest.mark.parametrize(
+    ("kind", "weights", "optimizer"),
+    [
+        pytest.param(kind, *homes, marks=[pytest.mark.full] if (i + j) % 4 else [])
+        for i, kind in enumerate(("llama", "mixed", "bert"))
+        for j, homes in enumerate(HOMES)
+    ],
+)
 def test_groups_and_schedule_reach_every_chunk_d7_d8_d22(
     kind: str, weights: str, optimizer: str, parity_cell: Callable[[object], None]
 ) -> None:
@@ -89,8 +95,7 @@ def test_groups_and_schedule_reach_every_chunk_d7_d8_d22(
     parity_cell(cell)
 
 
-@pytest.mark.parametrize("update", ["after_step", "declared"])
-@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
+@pytest.mark.parametrize(("kind", "update"), by_turns(["gpt2", "mixtral"], ["declared", "after_step"]))
 def test_groups_in_a_declared_backward_d7_d9(kind: str, update: str, parity_cell: Callable[[object], None]) -> None:
     """Updates inside backward read the rates of the step they belong to, and come after the last of several
     backwards.
@@ -192,9 +197,7 @@ def test_model_without_a_head_whose_loss_is_computed_outside(
     parity_cell(("headless", strategy))
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["llama", "t5"])
+@pytest.mark.parametrize(("kind", "strategy", "depth"), by_turns(["llama", "t5"], STRATEGIES, [0, 1, 2], every=3))
 def test_slots_full_of_nan_between_forward_and_backward_do_not_matter_a1(
     kind: str, strategy: str, depth: int, parity_cell: Callable[[object], None]
 ) -> None:

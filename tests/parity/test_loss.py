@@ -15,6 +15,7 @@ import trainers
 import zoo
 from cells import Cell
 from torch import nn
+from turns import in_turn
 
 import outsize
 from outsize.device.sim import SimDevice
@@ -82,7 +83,7 @@ PINS = {
 }
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", in_turn(CELLS), ids=str)
 def test_all_plans_have_the_bits_of_the_plain_model_with_this_loss(
     cell: Cell, parity_cell: Callable[[object], None]
 ) -> None:

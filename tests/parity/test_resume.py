@@ -25,6 +25,7 @@ from parity.test_adapters import CASES as ADAPTED
 from parity.test_adapters import CHUNK_BYTES, PLANS, Adapted, logits, machine, traced
 from peft import PeftModel
 from torch import nn
+from turns import in_turn
 from unit.model.test_weights import Norms, norms
 
 import outsize
@@ -291,7 +292,7 @@ def test_a_save_in_the_background_holds_the_step_it_was_requested_at(
 
 
 @pytest.mark.usefixtures("slow_disk")
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixed", "mixtral-frozen"])
+@pytest.mark.parametrize("name", in_turn(["llama", "gpt2", "mixtral-frozen", "mixed"]))
 def test_evaluation_and_reading_during_a_save_disturb_neither(
     name: str, tmp_path: Path, parity_cell: Callable[[object], None]
 ) -> None:
@@ -342,7 +343,7 @@ def test_whatever_writes_weights_waits_for_a_save_on_its_way(what: str, tmp_path
 # --- plans that a search makes
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("name", in_turn(["llama", "gpt2", "bert", "t5"]))
 def test_going_on_under_plans_with_pins(name: str, tmp_path: Path, parity_cell: Callable[[object], None]) -> None:
     run = RUNS[name]
     wanted, batch = expected(run), zoo.batch(run.cell.kind)
@@ -410,7 +411,7 @@ def test_buffers_and_odd_parameters_go_on_too(
     parity_cell(("odd", background))
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "mixed", "mixtral-frozen"])
+@pytest.mark.parametrize("name", in_turn(["mixtral-frozen", "llama", "mixed", "mixtral"]))
 def test_weights_alone_may_be_saved_and_loaded(name: str, tmp_path: Path) -> None:
     """The optimizer stays as it is, and its masters are the new weights."""
     run, (first, second) = RUNS[name], ROUTES["gpu-to-host"]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import cells
 import pytest
 from cells import Cell
+from turns import by_turns
 
 CELLS = [
     Cell(kind="llama", dtype="bf16", weights="host", optimizer="host", update="in_backward", strategy="recompute"),
@@ -15,8 +16,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("host_update_interval", [1, 2, 3, 100])
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize(("cell", "host_update_interval"), by_turns(CELLS, [1, 2, 3, 100]), ids=str)
 def test_every_stride_equals_the_plain_loop(
     cell: Cell, host_update_interval: int, parity_cell: Callable[[object], None]
 ) -> None:

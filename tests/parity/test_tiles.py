@@ -15,6 +15,7 @@ import transformers
 import zoo
 from cells import Cell, Outcome
 from torch import Tensor, nn
+from turns import in_turn
 
 from outsize.activation.tiles import Tiling
 from outsize.activation.tokenwise import TileSearch
@@ -113,7 +114,7 @@ def one_after_the_other(graph: BlockGraph, layout: ChunkLayout, trace: ModelTrac
     return replace(made, strategies=turn)
 
 
-@pytest.mark.parametrize("number", range(len(KINDS)), ids=KINDS.__getitem__)
+@pytest.mark.parametrize("number", in_turn(range(len(KINDS))), ids=KINDS.__getitem__)
 def test_a_plan_of_all_strategies_gives_the_bits_of_the_tiled_plain_loop_and_its_predicted_memory(number: int) -> None:
     dtype = (torch.float32, torch.bfloat16)[number % 2]
     used = train_and_compare(KINDS[number], dtype, decision=one_after_the_other)

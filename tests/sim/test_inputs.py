@@ -22,6 +22,7 @@ from sim.test_sweep import (
     prepare,
     train_and_compare,
 )
+from turns import in_turn
 
 import outsize
 from outsize.base.errors import PlanInfeasible
@@ -77,7 +78,7 @@ def test_below_the_smallest_budget_the_error_names_it(cell: Cell) -> None:
     assert (raised.value.resource, raised.value.allowed_bytes, raised.value.needed_bytes) == ("gpu", least - 1, least)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", in_turn(range(3), every=3))
 def test_random_mixed_plan_of_a_model_whose_vision_features_enter_deep_layers(seed: int) -> None:
     cell, rng = any_cell("qwen3-vl", seed)
     decide = functools.partial(random_decision, rng=rng)
@@ -87,7 +88,7 @@ def test_random_mixed_plan_of_a_model_whose_vision_features_enter_deep_layers(se
         assert 0 <= train_and_compare(cell, engine) <= GAP_BYTES["qwen3-vl"]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", in_turn(range(3)))
 def test_experts_that_tokens_are_sent_to_one_by_one_match_the_prediction_for_the_batch_that_was_planned_for(
     seed: int,
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 import zoo
 from cells import Cell
 from parity.test_mixed_plans import random_decision
+from turns import by_turns, in_turn
 
 import outsize
 from outsize.base.errors import DeviceOutOfMemory, PlanInfeasible
@@ -118,8 +119,7 @@ def train_and_compare(cell: Cell, engine: Engine) -> int:
     return plan.estimate.gpu_bytes - peak
 
 
-@pytest.mark.parametrize("number", range(NUM_BUDGETS))
-@pytest.mark.parametrize("cell", SWEPT, ids=str)
+@pytest.mark.parametrize(("cell", "number"), by_turns(SWEPT, range(NUM_BUDGETS)), ids=str)
 def test_every_budget_matches_its_prediction_to_the_byte_and_to_the_second(cell: Cell, number: int) -> None:
     with cells.closing(prepare(cell, machine(budgets(cell)[number]))) as engine:
         assert number > 0 or engine.plan.estimate.gpu_bytes == ends(cell)[0], "the smallest one that does"
@@ -194,7 +194,7 @@ def test_random_mixed_plan_matches_its_prediction_to_the_byte(kind: str, seed: i
         assert train_and_compare(cell, engine) == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", in_turn(range(4)))
 def test_random_mixed_plan_of_t5_stays_below_its_estimate(
     seed: int, record_property: Callable[[str, object], None]
 ) -> None:

@@ -67,7 +67,7 @@ class OtherModel:
         except PlanInfeasible as error:
             self._unfreeze()
             taken = beside_bytes if error.resource == "gpu" else 0
-            raise _too_small(error, f"{name} alone needs", taken, request) from None
+            raise too_small(error, f"{name} alone needs", taken, request) from None
         except BaseException:
             self._unfreeze()
             raise
@@ -176,7 +176,7 @@ class RunsOthers(_Trainer):
             ]
             words = f"{', '.join(parts)}, the trained model {show_bytes(error.needed_bytes)}, together"
             self._stop_others()
-            raise _too_small(error, words, taken, request) from None
+            raise too_small(error, words, taken, request) from None
         except BaseException:
             self._stop_others()
             raise
@@ -232,7 +232,7 @@ class RunsOthers(_Trainer):
         return replace(request, gpu_memory=gpu_memory, host_memory=host_memory)
 
 
-def _too_small(error: PlanInfeasible, words: str, taken: int, request: PrepareRequest) -> PlanInfeasible:
+def too_small(error: PlanInfeasible, words: str, taken: int, request: PrepareRequest) -> PlanInfeasible:
     """`taken`: memory of other models, in addition to what the error requires."""
     name, needed = f"{error.resource}_memory", error.needed_bytes + taken
     given = request.gpu_memory if error.resource == "gpu" else request.host_memory

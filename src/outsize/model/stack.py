@@ -119,7 +119,10 @@ class LayerStack:
         ModelUnsupported with the name of the first layer that returns other bits.
         """
         calls = self.capture(arguments).calls
-        with ExitStack() as hooks, self._without_head(), self._ready(), ExitStack() as weights:
+        head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None  # type: ignore[operator]
+        with ExitStack() as hooks, self._ready(), ExitStack() as weights, suppress(_Stop):
+            if isinstance(head, nn.Module):  # its logits may be larger than all else
+                hooks.callback(head.register_forward_pre_hook(_stop, prepend=True).remove)
             replay = _Replay(calls, self._materialized, weights)
             for i, layer in enumerate(self.layers):
                 for handle in replay.hooks(i, layer):
@@ -131,9 +134,18 @@ class LayerStack:
                 "cannot be run one by one; name another list with blocks."
             )
 
-    @torch.no_grad()
     def output(self, arguments: Mapping[str, Any], hidden: Tensor) -> Any:
         """What the model's forward returns if its last layer returns `hidden`. Runs no layer."""
+        return self._outside_of_layers(self.model, arguments, hidden)
+
+    def last_hidden_state(self, arguments: Mapping[str, Any], hidden: Tensor) -> Tensor:
+        """What the head gets if the last layer returns `hidden`. Runs no layer and no head."""
+        backbone: Any = self.model.base_model
+        found: Tensor = self._outside_of_layers(backbone, arguments, hidden).last_hidden_state
+        return found
+
+    @torch.no_grad()
+    def _outside_of_layers(self, model: Any, arguments: Mapping[str, Any], hidden: Tensor) -> Any:
         assert self._form is not None, "capture comes first"
         make = _FORMS[self._form[1]]
         with ExitStack() as patches:
@@ -141,22 +153,7 @@ class LayerStack:
                 call = self._passing if i < len(self.layers) - 1 else lambda *_, **__: make(hidden)
                 patches.enter_context(_forward_of(layer.module, call))
             with self._ready():
-                return self.model(**_without_labels(arguments))
-
-    @torch.no_grad()
-    def run_outside(self, arguments: Mapping[str, Any], hidden: Tensor) -> None:
-        """Run what the model has before and after its layers, as if the last one returned `hidden`. Runs no head."""
-        with self._without_head():
-            self.output(arguments, hidden)
-
-    @contextmanager
-    def _without_head(self) -> Iterator[None]:
-        """A forward within it ends before the head, whose logits may be larger than all else."""
-        head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None  # type: ignore[operator]
-        with ExitStack() as hooks, suppress(_Stop):
-            if isinstance(head, nn.Module):
-                hooks.callback(head.register_forward_pre_hook(_stop, prepend=True).remove)
-            yield
+                return model(**_without_labels(arguments))
 
     def _passing(self, *args: Any, **kwargs: Any) -> Any:
         """A layer that returns one of the tensors it gets, whose values nothing reads."""

@@ -1,7 +1,9 @@
 """What `adapter:` says: LoRA adapters for a model, whose weights may still be unmaterialized, or OSFT."""
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +63,17 @@ def materialize(built: Built) -> nn.Module:
     return built.model
 
 
+def materialize_head(built: Built) -> nn.Module:
+    """The model with the weights of its output embedding in host memory, and no others if they are in files."""
+    model: Any = built.model
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if built.weights is not None:
+        if isinstance(head, nn.Module):
+            _fill_params(model, built.weights, {id(param) for param in head.parameters()})
+        built.weights.close()
+    return built.model
+
+
 def method_of(config: RunConfig) -> OSFT | None:
     """The method that the config describes."""
     if config.adapter != "osft":
@@ -99,6 +112,11 @@ def _fill(model: nn.Module, weights: Weights, *, ends: tuple[str, ...]) -> None:
         if ends
         else set()
     )
+    _fill_params(model, weights, wanted)
+
+
+def _fill_params(model: nn.Module, weights: Weights, wanted: AbstractSet[int]) -> None:
+    """`wanted`: ids of parameters."""
     for name, param in model.named_parameters():
         if id(param) in wanted and is_unmaterialized(param):
             data = torch.empty(param.shape, dtype=param.dtype)

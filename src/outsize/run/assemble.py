@@ -37,6 +37,7 @@ from outsize.run.compat_checks import (
 from outsize.run.cpu_threads import set_threads
 from outsize.run.disk import disk_need, num_steps, require_disk_space
 from outsize.run.distill import distill_trainer
+from outsize.run.distill_batches import DistillBatches
 from outsize.run.dpo import dpo_arguments, dpo_trainer, widest_pairs
 from outsize.run.inputs import load_inputs
 from outsize.run.model_card import adapter_card
@@ -89,8 +90,11 @@ class Assembled:
     """For the user, if the number of CPU threads was chosen."""
 
 
-def assemble(config: RunConfig) -> Assembled:
-    """All checks that are possible before the first step happen here, the cheapest first."""
+def assemble(config: RunConfig, batches: DistillBatches | None = None) -> Assembled:
+    """All checks that are possible before the first step happen here, the cheapest first.
+
+    `batches`: of a distillation after pruning, whose config has one split of the batch.
+    """
     if config.prune is not None:
         raise ConfigError("prune: is for `outsize prune`, which trains layer by layer. Run that, or remove prune.")
     device = choose_device(config.device)
@@ -135,6 +139,9 @@ def assemble(config: RunConfig) -> Assembled:
     patience = config.early_stopping_patience
     collator = collator_of(config, pad_id, config.sequence_len, vision, parts)
     batch_of = batches_to_plan_for(config, collator, parts, tokens, vocabulary)
+    if batches is not None:
+        batches = batches.of(train, is_on_gpu=device.is_gpu)
+        batch_of = batches.batch_to_plan_for(batch_of)
     if config.rl is not None:
         batch_of = partial(widest_pairs, collator, tokens, vocabulary)
     common: dict[str, Any] = dict(
@@ -157,8 +164,10 @@ def assemble(config: RunConfig) -> Assembled:
     )
     trainer: Any
     rows: dict[str, Any] = dict(train_dataset=train, eval_dataset=evaluated, data_collator=collator)
+    if batches is not None:
+        rows |= dict(train_dataset=batches.rows(train), data_collator=batches.collator(collator))
     if config.teacher_model is not None:
-        trainer = distill_trainer(config, **rows, **common)
+        trainer = distill_trainer(config, batches, **rows, **common)
     elif config.rl is None:
         trainer = RunTrainer(**rows, **common)
     else:

@@ -1,9 +1,11 @@
 """Runs with `teacher_model`: the loss is that of distillation, and the teacher runs forward under a plan of its own.
 
-The teacher's layers are streamed as its plan says. The student's loss multiplies the teacher's last hidden states with
-the teacher's head chunk by chunk, so the logits of neither model exist as a whole.
+The teacher's layers are streamed as its plan says; if its last hidden states are known, only its head is needed. The
+student's loss multiplies these with the teacher's head chunk by chunk, so the logits of neither model exist as a whole.
 """
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,15 +13,21 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from outsize.base.errors import ConfigError, EngineMisuse, OutsizeError
+from outsize.base.errors import ConfigError, EngineMisuse, OutsizeError, PlanInfeasible
+from outsize.base.units import parse_bytes, show_bytes
 from outsize.config.run import RunConfig
 from outsize.data.packing import keeps_documents_apart
+from outsize.device.choose import choose_device
+from outsize.device.device import Device
 from outsize.integrations.hf import OutsizeMixin
+from outsize.integrations.others import Planned, too_small
 from outsize.loss.chunked_loss import ChunkedLossUnsupported, logit_steps
 from outsize.loss.distillation import Lesson, Mixture, TeacherHead, teaching
 from outsize.model.build import build_model
 from outsize.model.packed_attention import VARLEN
-from outsize.run.adapters import materialize
+from outsize.run.adapters import materialize, materialize_head
+from outsize.run.distill_batches import TEACHER_BATCH, DistillBatches, HiddenReader
+from outsize.run.teacher_hidden import TeacherHidden
 from outsize.run.trainer import ForRuns
 from outsize.setup.request import PrepareRequest
 
@@ -28,17 +36,26 @@ _NAME = "the teacher"
 
 @dataclass(frozen=True)
 class Teacher:
-    backbone: nn.Module
-    """Without the head. Gives the last hidden states."""
+    backbone: nn.Module | None
+    """Without the head. Gives the last hidden states. None: they are known."""
     head: TeacherHead
+    hidden: TeacherHidden | None = None
+    """Of all batches, if they are known."""
 
 
-def load_teacher(config: RunConfig, vocab_size: int) -> Teacher:
-    """`vocab_size`: the student's."""
+def load_teacher(config: RunConfig, vocab_size: int, batches: DistillBatches | None = None) -> Teacher:
+    """`vocab_size`: the student's. `batches`: of a distillation after pruning. Its teacher has the overrides of the
+    run's config; if the hidden states are known, only the head gets its weights.
+    """
     assert config.teacher_model is not None
     dtype, attention = torch.bfloat16 if config.bf16 else torch.float32, config.attn_implementation
+    hidden = None if batches is None else batches.hidden
+    overrides: dict[str, Any] = {}
+    if batches is not None:
+        overrides = dict(overrides=config.overrides_of_model_config, rope_parameters=config.rope_parameters)
     try:
-        model = materialize(build_model(config.teacher_model, dtype=dtype, attn_implementation=attention))
+        built = build_model(config.teacher_model, dtype=dtype, attn_implementation=attention, **overrides)
+        model = materialize(built) if hidden is None else materialize_head(built)
     except (OutsizeError, ImportError, ValueError) as error:
         raise ConfigError(f"teacher_model: {error}") from None
     model.requires_grad_(False).eval()
@@ -53,8 +70,10 @@ def load_teacher(config: RunConfig, vocab_size: int) -> Teacher:
             f"teacher_model: its vocabulary has {head.out_features} tokens, and that of base_model {vocab_size}. "
             "Distillation needs the same tokens. Name another model."
         )
-    if config.sample_packing and not keeps_documents_apart(
-        model, head.out_features, rows=1, takes_boundaries=attention == VARLEN
+    if (
+        config.sample_packing
+        and hidden is None
+        and not keeps_documents_apart(model, head.out_features, rows=1, takes_boundaries=attention == VARLEN)
     ):
         raise ConfigError(
             f"teacher_model: in {type(model).__name__} the documents of a packed row attend to each other. Use "
@@ -62,7 +81,7 @@ def load_teacher(config: RunConfig, vocab_size: int) -> Teacher:
         )
     bias = None if head.bias is None else head.bias.detach()[:vocab_size]
     found = TeacherHead(head.weight.detach()[:vocab_size], bias, _steps_of(model, backbone, head))
-    return Teacher(backbone, found)
+    return Teacher(backbone if hidden is None else None, found, hidden)
 
 
 def _steps_of(model: Any, backbone: Any, head: nn.Linear) -> Any:
@@ -112,19 +131,29 @@ class DistillTrainer(ForRuns, OutsizeMixin, Trainer):
         super().__init__(*args, **{**kwargs, "chunked_loss": True})
         self._teacher, self._mixture = teacher, mixture
         self._head: TeacherHead | None = None
+        self._close_head: Callable[[], object] = lambda: None
+        self._reader: HiddenReader | None = None
         self._beside_bytes = sum(part.nbytes for part in (teacher.head.weight, teacher.head.bias) if part is not None)
-        self._others = {_NAME: teacher.backbone}
-        self.accelerator.prepare_model(teacher.backbone, evaluation_mode=True)
+        if teacher.backbone is not None:
+            self._others = {_NAME: teacher.backbone}
+            self.accelerator.prepare_model(teacher.backbone, evaluation_mode=True)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        number = inputs.get(TEACHER_BATCH)
+        inputs = {name: value for name, value in inputs.items() if name != TEACHER_BATCH}
         if not torch.is_grad_enabled():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        seen: Tensor
+        if self._teacher.backbone is not None:
+            with torch.no_grad():
+                given = {name: value for name, value in inputs.items() if name != "labels"}
+                seen = self._teacher.backbone(**given, use_cache=False).last_hidden_state
+        else:
+            assert self._reader is not None
+            seen = self._reader.on_device(number, inputs["input_ids"].shape)
         assert self._head is not None
-        with torch.no_grad():
-            given = {name: value for name, value in inputs.items() if name != "labels"}
-            seen: Tensor = self._teacher.backbone(**given, use_cache=False).last_hidden_state
         lesson = Lesson(seen, self._head, self._mixture)
         with teaching(lesson):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -132,21 +161,63 @@ class DistillTrainer(ForRuns, OutsizeMixin, Trainer):
             raise EngineMisuse("The student computed its own loss instead of that of distillation.")
         return loss
 
-    # The teacher's head is outside of its plan.
+    # The teacher's head is outside of its plan, and all of the teacher if its hidden states are known.
+
+    def _beside_others(
+        self, batch: dict[str, Any], request: PrepareRequest, plan: Callable[[PrepareRequest], Planned]
+    ) -> Planned:
+        if self._teacher.hidden is None:
+            return super()._beside_others(batch, request, plan)
+        self._stop_others()
+        device = self._place_head(request)
+        self._reader = HiddenReader(self._teacher.hidden, device)
+        gpu, host = self.others_bytes = (self._beside_bytes, self._reader.host_bytes)
+        left = replace(request, gpu_memory=_less(request.gpu_memory, gpu), host_memory=_less(request.host_memory, host))
+        try:
+            return plan(left)
+        except PlanInfeasible as error:
+            self._stop_others()
+            taken = gpu if error.resource == "gpu" else host
+            what = "head needs" if error.resource == "gpu" else "hidden states need"
+            words = (
+                f"{_NAME}'s {what} {show_bytes(taken)}, the trained model {show_bytes(error.needed_bytes)}, together"
+            )
+            raise too_small(error, words, taken, request) from None
+        except BaseException:
+            self._stop_others()
+            raise
 
     def _start_others(self, batch: dict[str, Any], request: PrepareRequest, *, least: bool) -> None:
         super()._start_others(batch, request, least=least)
-        device, head = self._chosen_device().torch_device, self._teacher.head
-        bias = None if head.bias is None else head.bias.to(device)
-        self._head = replace(head, weight=head.weight.to(device), bias=bias)
+        self._place_head(request)
+
+    def _place_head(self, request: PrepareRequest) -> Device:
+        """Its memory is a budget of its own on the device, beside those of the engines."""
+        device, head = choose_device(request.device), self._teacher.head
+        device.count_anew()
+        device.open(id(self), self._beside_bytes)
+        self._close_head = weakref.finalize(self, device.close, id(self))
+        self._head = replace(
+            head, weight=device.keep(head.weight), bias=None if head.bias is None else device.keep(head.bias)
+        )
+        return device
 
     def _stop_others(self) -> None:
         super()._stop_others()
         self._head = None
+        self._close_head()
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
 
-def distill_trainer(config: RunConfig, **given: Any) -> DistillTrainer:
-    """`given`: arguments of the Trainer and of `OutsizeMixin`."""
+def _less(memory: str | int | None, taken: int) -> int | None:
+    """None stays None: free memory then decides."""
+    return None if memory is None else max(1, parse_bytes(memory, name="memory") - taken)
+
+
+def distill_trainer(config: RunConfig, batches: DistillBatches | None = None, **given: Any) -> DistillTrainer:
+    """`batches`: of a distillation after pruning. `given`: arguments of the Trainer and of `OutsizeMixin`."""
     vocab_size = given["model"].config.get_text_config().vocab_size
     mixture = Mixture(config.kd_alpha, config.kd_temperature)
-    return DistillTrainer(teacher=load_teacher(config, vocab_size), mixture=mixture, **given)
+    return DistillTrainer(teacher=load_teacher(config, vocab_size, batches), mixture=mixture, **given)

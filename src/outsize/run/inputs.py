@@ -13,7 +13,7 @@ from outsize.data.build import load_rows
 from outsize.data.collate import pad_id_of
 from outsize.data.packing import PackedRows
 from outsize.data.preference import load_pairs
-from outsize.data.rows import Rows
+from outsize.data.rows import Row, Rows
 from outsize.data.vision import Vision
 from outsize.run.tokenizer import load_tokenizer
 
@@ -96,10 +96,12 @@ class BatchOrder:
 
     def rows(self, k: int) -> list[int]:
         first = k * self.rows_per_batch
-        places = [divmod(place, self.num_rows) for place in range(first, first + self.rows_per_batch)]
-        if self.is_sequential:
-            return [at for _, at in places]
-        return [int(_order(self.num_rows, self.seed, epoch)[at]) for epoch, at in places]
+        return [self.row(place) for place in range(first, first + self.rows_per_batch)]
+
+    def row(self, place: int) -> int:
+        """The row at a place of all batches, one after another."""
+        epoch, at = divmod(place, self.num_rows)
+        return at if self.is_sequential else int(_order(self.num_rows, self.seed, epoch)[at])
 
     def collate(self, rows: Any, collator: Any, k: int) -> dict[str, Any]:
         batch: dict[str, Any] = collator([rows[row] for row in self.rows(k)])
@@ -129,3 +131,26 @@ def token_lengths(rows: Rows | PackedRows) -> Order:
     if isinstance(rows, PackedRows):
         return np.array([int(rows.documents.lengths[row].sum()) for row in rows.rows], dtype=np.int64)
     return rows.lengths
+
+
+PLACE = "place_in_order"
+"""The key of a row's place in `OrderedRows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedRows:
+    """The rows of the first batches of an order, one after another: a map dataset for a loader that does not shuffle.
+    Each row has its place beside its tokens.
+    """
+
+    rows: Any
+    order: BatchOrder
+    num_batches: int
+
+    def __len__(self) -> int:
+        return self.num_batches * self.order.rows_per_batch
+
+    def __getitem__(self, place: int) -> Row:
+        if not 0 <= place < len(self):
+            raise IndexError(place)
+        return {**self.rows[self.order.row(place)], PLACE: place}

@@ -23,6 +23,7 @@ from outsize.optim.flat import new_scratch
 from outsize.run.cpu_threads import set_threads
 from outsize.run.interrupt import Interrupt
 from outsize.run.prune_choice import places, read_table
+from outsize.run.prune_hidden import hidden_to_keep
 from outsize.run.prune_library import Description, Library
 from outsize.run.prune_measure import layer_costs
 from outsize.run.prune_model import PrunedModel, make_models
@@ -119,7 +120,9 @@ def _plan(setup: PruneSetup, costs: Sequence[LayerCost], folder: Path) -> PruneP
         gpu=GpuBudget(total_bytes=total, fixed_bytes=max(0, overhead), share=share),
         host_bytes=int(free_host_bytes() * 0.9) if host is None else parse_bytes(host, name="host_memory"),
         disk_bytes=_free_disk(Path(prune.cache_dir)) if prune.cache_dir else 0,
+        output_bytes=(free := _free_disk(folder)),
     )
+    kept, why_not = hidden_to_keep(setup)
     made = plan(
         costs,
         budget,
@@ -133,8 +136,16 @@ def _plan(setup: PruneSetup, costs: Sequence[LayerCost], folder: Path) -> PruneP
         accumulate=setup.spec.gradient_accumulation_steps,
         num_layers=setup.num_layers,
         keeps_best=setup.spec.keep != "latest",
+        kept=kept,
+        num_after=len(setup.stack.layers) - setup.num_layers,
     )
-    if made.disk_bytes > (free := _free_disk(folder)):
+    if kept and not made.kept_bytes:
+        size = show_bytes(sum(spec.num_bytes for spec in kept))
+        rounds = f"the variants are trained in {len(made.rounds)} rounds"
+        why_not = rounds if len(made.rounds) > 1 else f"its hidden states take {size} of disk space, too much for it"
+    if why_not:
+        log.info("distillation will run the teacher and not read its hidden states: %s", why_not)
+    if made.disk_bytes > free:
         log.warning(
             "output_dir: the run takes about %s of disk space, and %s is free",
             show_bytes(made.disk_bytes),
@@ -161,7 +172,8 @@ def plan_text(setup: PruneSetup, made: PrunePlan) -> str:
         f"{_number(made.num_groups, 'group')} of variants per layer",
         f"host     {show_bytes(made.host_bytes)}; hidden states in {'a file' if made.in_file else 'host memory'}, "
         f"{_number(len(made.rounds), 'round')}",
-        f"disk     {show_bytes(made.disk_bytes)}",
+        f"disk     {show_bytes(made.disk_bytes)}"
+        + (f", {show_bytes(made.kept_bytes)} of it hidden states for distillation" if made.kept_bytes else ""),
     ]
     if made.seconds:
         lines.append(f"time     importance {_hours(made.importance_seconds)}, training {_hours(made.seconds)}")

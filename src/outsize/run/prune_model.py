@@ -85,7 +85,7 @@ def make_models(setup: PruneSetup, console: Console) -> list[PrunedModel]:
     if prune.distill is not None:
         for number, model in enumerate(models):
             say(f"distill  {model.folder}")
-            if (result := distill(setup.config, model.folder, console)) is None:
+            if (result := distill(setup, model.folder, console)) is None:
                 say("stopped before the end; the same command continues")
                 return models
             models[number] = replace(model, final=_final(model, result, scoring, prune.distill))

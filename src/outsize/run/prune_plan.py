@@ -68,7 +68,9 @@ class PrunePlan:
     hidden_bytes: int
     """Of it, or of the disk: hidden states of the largest round."""
     disk_bytes: int
-    """Hidden states and states of variants on disk at once, and the library."""
+    """Hidden states and states of variants on disk at once, the library, and `kept_bytes`."""
+    kept_bytes: int
+    """Of the teacher's last hidden states, which are kept on disk for distillation. 0: they are not."""
     importance_seconds: float
     seconds: float
     """Of the training stage. Both 0: unknown."""
@@ -84,6 +86,8 @@ class Budget:
     host_bytes: int
     disk_bytes: int
     """Free where hidden states may be kept; 0: nowhere."""
+    output_bytes: int = 0
+    """Free where the library is."""
 
 
 def plan(
@@ -98,6 +102,8 @@ def plan(
     accumulate: int,
     num_layers: int,
     keeps_best: bool,
+    kept: Sequence[BatchSpec] = (),
+    num_after: int = 0,
 ) -> PrunePlan:
     """Raises PlanInfeasible with the memory that is enough.
 
@@ -106,9 +112,11 @@ def plan(
         fixed_host_bytes: in host memory for the whole run.
         train, validation, calibration: the hidden states of all batches, and of those that importance is measured on.
         num_layers: that the teacher runs.
+        kept: the teacher's last hidden states that are kept on disk, in one round and if there is space.
+        num_after: layers that run after these for `kept`.
     """
     fixed = fixed_bytes + BatchCache.device_bytes([*train, *validation])
-    groups, peak = _grouped(costs, budget.gpu, fixed, max(spec.num_bytes for spec in train), num_layers)
+    groups, peak = _grouped(costs, budget.gpu, fixed, max(spec.num_bytes for spec in train), num_layers + bool(kept))
     host = fixed_host_bytes + max((_host_bytes(cost, keeps_best=keeps_best) for cost in costs), default=0)
     rounds, in_file = _rounds(train, validation, calibration, accumulate, budget, host)
     most = [*train[rounds[0].start : rounds[0].stop], *validation]
@@ -116,6 +124,10 @@ def plan(
     variants = [variant for cost in costs for variant in cost.variants for _ in cost.layers]
     states = sum(v.saved_bytes for v in variants) if len(rounds) > 1 else max((_saved(c) for c in costs), default=0)
     hidden = sum(spec.num_bytes for spec in most)
+    disk = (hidden if in_file else 0) + states + sum(v.weight_bytes for v in variants)
+    kept_bytes = sum(spec.num_bytes for spec in kept) if len(rounds) == 1 else 0
+    if disk + kept_bytes > budget.output_bytes:
+        kept_bytes = 0
     return PrunePlan(
         groups={layer: parts for cost, parts in zip(costs, groups, strict=True) for layer in cost.layers},
         budget_bytes=budget.gpu.total_bytes,
@@ -125,9 +137,12 @@ def plan(
         gpu_total=budget.gpu.total_for(peak),
         host_bytes=host + cached,
         hidden_bytes=hidden,
-        disk_bytes=(hidden if in_file else 0) + states + sum(v.weight_bytes for v in variants),
+        disk_bytes=disk + kept_bytes,
+        kept_bytes=kept_bytes,
         importance_seconds=_pass_seconds(costs, len(calibration)) * num_layers,
-        seconds=_seconds(costs, groups, len(train), accumulate, num_layers, len(rounds)),
+        seconds=_seconds(
+            costs, groups, len(train), accumulate, num_layers + (num_after if kept_bytes else 0), len(rounds)
+        ),
     )
 
 
@@ -139,7 +154,7 @@ def _grouped(
     """
 
     def peak_of(cost: LayerCost, group: Sequence[VariantCost]) -> int:
-        # Only the last group of a layer passes hidden states on, and the last layer does not.
+        # Only the last group of a layer passes hidden states on, and the last of `num_layers` does not.
         passes_on = group[-1] is cost.variants[-1] and any(layer < num_layers - 1 for layer in cost.layers)
         active = max([cost.teacher_bytes, *(v.active_bytes for v in group)]) - (0 if passes_on else hidden)
         states = sum(variant.state_bytes for variant in group)

@@ -21,6 +21,7 @@ from outsize.methods.bypass.variants import Variant
 from outsize.optim.flat import FlatModule
 from outsize.optim.rule import Scratch
 from outsize.run.prune_batches import Given
+from outsize.run.prune_hidden import KeptHidden, num_distill_batches
 from outsize.run.prune_importance import StoredImportance, channels_on
 from outsize.run.prune_library import BEST, LATEST, STATE, Description, Library, Stored
 from outsize.run.prune_measure import learns
@@ -59,6 +60,7 @@ class PruneStages:
         self.library, self._importance = Library(folder), StoredImportance(setup, folder)
         self._cache_folder = Path(setup.prune.cache_dir) if plan.in_file and setup.prune.cache_dir else None
         self._eval_every = _steps_of(setup.config.eval_steps or 0.1, setup.num_steps)
+        self._kept = KeptHidden(setup, num_distill_batches(setup.config)) if plan.kept_bytes else None
         self._save_every = _steps_of(setup.config.save_steps, setup.num_steps) if setup.config.save_steps else None
 
     def run(self) -> bool:
@@ -108,10 +110,15 @@ class PruneStages:
         setup = self._setup
         end = batches.stop // setup.spec.gradient_accumulation_steps
         work = {layer: found for layer in sorted(setup.variants) if (found := self.pending(layer, end))}
+        kept = self._kept
         if not work:
-            return True
+            if kept is None or not kept.is_begun:
+                return True
+            batches = range(kept.num_batches)  # those of validation are not needed either
+        if kept is not None:
+            kept.begin()
         specs = [setup.hidden_at(setup.train, k) for k in batches]
-        if setup.validation is not None:
+        if setup.validation is not None and work:
             specs += [setup.hidden_at(setup.validation, k) for k in range(setup.num_validation)]
 
         def given(place: int) -> Given:
@@ -121,13 +128,16 @@ class PruneStages:
             return setup.validation(place - len(batches))
 
         walk = Walk(setup, specs, given, self._cache_folder)
-        last = max(work)
+        count = len(setup.stack.layers) if kept is not None else max(work) + 1
         try:
-            for layer in range(last + 1):
+            for layer in range(count):
+                writes = layer < count - 1 or kept is not None
                 if layer not in work:
                     walk.skip(layer)
-                elif not self._layer(number, batches, walk, layer, work[layer], writes=layer < last):
+                elif not self._layer(number, batches, walk, layer, work[layer], writes=writes):
                     return False
+            if kept is not None:
+                kept.keep(walk)
         finally:
             walk.close()
         return True

@@ -70,15 +70,20 @@ class Walk:
         with self.layer(layer) as module:
             self.pass_through(layer, lambda batch, hidden: run(module, batch.call, hidden))
 
-    @torch.no_grad()
+    def last_hidden_state(self, place: int, then: int) -> Tensor:
+        """What the head gets of a batch, after all layers. `then`: the batch that is asked for next."""
+        hidden = self.cache.read(place, then)
+        with self._setup.device.on_host():
+            given = self._given(place)
+        return self._setup.stack.last_hidden_state(self._arguments(given), hidden)
+
     def run_outside(self, norms: NormStatistics) -> None:
-        """Run what the model has before and after its layers, after all of them; not the head."""
+        """Run what the model has before and after its layers, after all of them."""
         for place in range(self.num_batches):
-            hidden = self.cache.read(place, min(place + 1, self.num_batches - 1))
             with self._setup.device.on_host():
-                given = self._given(place)
-            with norms.listening(put(self._setup.device, given.valid)):
-                self._setup.stack.run_outside(self._arguments(given), hidden)
+                valid = self._given(place).valid
+            with norms.listening(put(self._setup.device, valid)):
+                self.last_hidden_state(place, min(place + 1, self.num_batches - 1))
 
     def close(self) -> None:
         self.cache.close()

@@ -12,6 +12,7 @@ from outsize.base.units import show_bytes, show_duration
 from outsize.config.run import RunConfig
 from outsize.device.choose import choose_device
 from outsize.run.assemble import Assembled, assemble, start
+from outsize.run.distill_batches import DistillBatches
 from outsize.run.hub import create_repository, upload
 from outsize.run.interrupt import Interrupt
 from outsize.run.model_card import how_to_load
@@ -51,9 +52,10 @@ def preview_run(config: RunConfig, console: Console) -> PlannedModel:
     return planned
 
 
-def train_run(config: RunConfig, console: Console) -> Outcome:
+def train_run(config: RunConfig, console: Console, batches: DistillBatches | None = None) -> Outcome:
+    """`batches`: of a distillation after pruning."""
     _show_notes(config, console)
-    assembled = assemble(config)
+    assembled = assemble(config, batches)
     trainer = assembled.trainer
     if config.hub_model_id is not None:
         create_repository(config.hub_model_id)

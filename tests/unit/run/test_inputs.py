@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from outsize.config.read import read_config
-from outsize.run.inputs import BatchOrder, load_inputs, token_lengths
+from outsize.run.inputs import PLACE, BatchOrder, OrderedRows, load_inputs, token_lengths
 
 
 def test_every_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
@@ -18,6 +18,14 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
     assert order.rows(0) != BatchOrder(num_rows=10, rows_per_batch=4, seed=4).rows(0)
     sequential = BatchOrder(num_rows=10, rows_per_batch=4, seed=3, is_sequential=True)
     assert sequential.rows(2) == [8, 9, 0, 1]
+
+
+def test_ordered_rows_are_those_of_the_batches() -> None:
+    order = BatchOrder(num_rows=10, rows_per_batch=4, seed=3)
+    rows = OrderedRows([{"input_ids": row} for row in range(10)], order, 6)
+    items = list(rows)
+    assert len(items) == len(rows) == 24 and [item[PLACE] for item in items] == list(range(24))
+    assert [item["input_ids"] for item in items] == [row for k in range(6) for row in order.rows(k)]
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 55, 56, 119, 300])

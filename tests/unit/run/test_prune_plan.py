@@ -36,7 +36,8 @@ def planned_of(cost: LayerCost, gpu: int = 10**6, host: int = 10**6, disk: int =
         fixed_bytes=FIXED, fixed_host_bytes=0, train=[SPEC] * 12, validation=[SPEC] * 2, calibration=[], accumulate=3,
         num_layers=4, keeps_best=False,
     )  # fmt: skip
-    budget = Budget(gpu=GpuBudget(total_bytes=gpu), host_bytes=host, disk_bytes=disk)
+    output = settings.pop("output", 10**6)
+    budget = Budget(gpu=GpuBudget(total_bytes=gpu), host_bytes=host, disk_bytes=disk, output_bytes=output)
     return plan([cost], budget, **{**given, **settings})
 
 
@@ -75,6 +76,21 @@ def test_between_rounds_the_states_of_all_variants_are_on_disk() -> None:
     weights = 2 * sum(variant.weight_bytes for variant in VARIANTS)
     assert planned().disk_bytes == weights + 2800
     assert planned(host=900 + 1399).disk_bytes == weights + 2 * 2800
+
+
+def test_hidden_states_for_distillation_are_kept_in_one_round_and_if_there_is_space() -> None:
+    kept: dict[str, Any] = dict(kept=[SPEC] * 8, num_after=1)
+    one, without = planned(**kept), planned()
+    assert (one.kept_bytes, one.disk_bytes) == (800, without.disk_bytes + 800)
+    assert one.seconds - without.seconds == pytest.approx(12 * 1.0)
+    assert planned(**kept, output=one.disk_bytes).kept_bytes == 800
+    assert planned(**kept, output=one.disk_bytes - 1).kept_bytes == 0
+    rounds = planned(host=900 + 1399, **kept)
+    assert len(rounds.rounds) == 2 and rounds.kept_bytes == 0
+    # The last layer passes its hidden states on too.
+    last = replace(COST, layers=(3,), variants=VARIANTS[:2])
+    more = planned_of(last, **kept).gpu_bytes - planned_of(last).gpu_bytes
+    assert more == SPEC.num_bytes
 
 
 def test_hours_count_a_teacher_pass_per_group() -> None:

@@ -1,5 +1,7 @@
 """methods/bypass/subblocks.py: sub-blocks are found by running a layer, and recorded in the teacher's forward."""
 
+import dataclasses
+
 import pytest
 import torch
 from kinds.text import DECODERS, STATE_SPACES
@@ -48,6 +50,16 @@ def test_subblocks_of_the_first_layer(kind: str) -> None:
     layer, call, hidden = next(layers_of(kind))
     found = find_subblocks(layer, call, hidden)
     assert {name: (one.module, one.norm) for name, one in found.items()} == FOUND[kind]
+
+
+def test_attention_is_found_where_the_last_token_sees_no_other() -> None:
+    """As padding of a packed row, or the first token of a document."""
+    layer, call, hidden = next(layers_of("llama"))
+    mask = torch.ones(hidden.shape[1], hidden.shape[1], dtype=torch.bool).tril()
+    mask[-1, :-1] = False
+    alone = dataclasses.replace(call, kwargs={**call.kwargs, "attention_mask": mask.expand(len(hidden), 1, -1, -1)})
+    found = find_subblocks(layer, alone, hidden)
+    assert {name: (one.module, one.norm) for name, one in found.items()} == LLAMA
 
 
 def test_layers_of_a_hybrid_differ() -> None:
