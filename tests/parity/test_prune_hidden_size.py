@@ -243,7 +243,11 @@ def test_a_variant_learns_the_kept_channels_of_the_teachers_output(finished: tup
 
 @pytest.mark.parametrize(
     ("owner", "function", "number"),
-    [(StoredImportance, "_write", 4), (LayerTraining, "step", 18), (Library, "finish", 3)],
+    [
+        (StoredImportance, "_write", 4),
+        (LayerTraining, "step", 18),
+        pytest.param(Library, "finish", 3, marks=pytest.mark.full),
+    ],
 )
 def test_a_killed_run_continues(tmp_path: Path, owner: Any, function: str, number: int) -> None:
     small = {"tokens": 180, "target": [], "skip": [], "num_key_value_heads": [], "only_layers": [1], "keep": "both"}
