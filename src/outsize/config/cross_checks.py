@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Set
 from typing import NamedTuple
 
+from outsize.config.prune import PruneConfig
 from outsize.config.run import DatasetConfig, RunConfig
 from outsize.config.types import PAIR_KEYS, PAIR_TYPES
 from outsize.model.strategies import STRATEGIES
@@ -49,6 +50,16 @@ def _both_given(one: str, other: str) -> Contradiction:
 def _conflicts_with_pairs(key: str, is_set: Callable[[RunConfig], bool], instead: str) -> Contradiction:
     problem = f"does not work with rl: dpo. {instead}"
     return Contradiction((key, "rl"), lambda config, given: config.rl is not None and is_set(config), problem)
+
+
+def _of_hidden_size(is_wrong: Callable[[PruneConfig], bool], problem: str) -> Contradiction:
+    return Contradiction(
+        ("prune",),
+        lambda config, given: (
+            config.prune is not None and config.prune.hidden_size is not None and is_wrong(config.prune)
+        ),
+        problem,
+    )
 
 
 def _of_datasets(is_wrong: Callable[[DatasetConfig, bool], object], problem: str) -> Contradiction:
@@ -254,7 +265,20 @@ CONTRADICTIONS = (
     Contradiction(
         ("prune",),
         lambda config, given: config.prune is not None and not config.prune.has_variants,
-        "has no variants. Name some with intermediate_size, num_key_value_heads, experts, skip, linear or copy.",
+        "has no variants. Name some with intermediate_size, num_key_value_heads, experts, hidden_size, skip, linear or "
+        "copy.",
+    ),
+    _of_hidden_size(
+        lambda prune: prune.importance == "truncate",
+        "hidden_size needs measured importance, since norms are rescaled with it. Remove importance: truncate.",
+    ),
+    _of_hidden_size(
+        lambda prune: prune.form == "padded", "form: padded has the teacher's hidden size. Remove form, or hidden_size."
+    ),
+    _of_hidden_size(
+        lambda prune: prune.costs is not None,
+        "costs: the table has no place for seconds of the teacher, whose hidden size differs. Remove costs, or "
+        "hidden_size.",
     ),
     Contradiction(
         ("prune",),

@@ -52,6 +52,8 @@ class PruneConfig:
     """How KV heads are made from a group of the teacher's: their average, the most important one, or the first."""
     experts: Counts = ()
     """Variants of a mixture of experts: numbers of experts."""
+    hidden_size: Count | None = None
+    """Residual channels of all variants and models, chosen once for the whole model. None: the teacher's."""
     skip: tuple[SubblockName, ...] = ()
     """Sub-blocks that also get a variant that adds nothing. It has no weights."""
     linear: bool = False
@@ -107,7 +109,7 @@ class PruneConfig:
     @property
     def has_variants(self) -> bool:
         given = (self.intermediate_size, self.num_key_value_heads, self.experts, self.skip, self.copy)
-        return any(given) or self.linear or bool(self.sweep)
+        return any(given) or self.linear or bool(self.sweep) or self.hidden_size is not None
 
 
 DEFAULTS: dict[str, Any] = {"learning_rate": 1e-3, "adam_beta2": 0.95, "warmup_ratio": 0.05}

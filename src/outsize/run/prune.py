@@ -179,6 +179,8 @@ def plan_text(setup: PruneSetup, made: PrunePlan) -> str:
         lines.append(f"time     importance {_hours(made.importance_seconds)}, training {_hours(made.seconds)}")
     if not setup.device.has_own_memory:
         lines[1] = lines[1].replace("GPU ", "CPU ")
+    if setup.reduced is not None:
+        lines.insert(1, f"hidden   {setup.reduced.reduction.count} of {setup.reduced.reduction.size} residual channels")
     return "\n".join(lines)
 
 

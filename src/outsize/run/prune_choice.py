@@ -75,22 +75,27 @@ def places(setup: PruneSetup) -> dict[Part, PartPlace]:
     return found
 
 
+def _meter(setup: PruneSetup, places: Mapping[Part, PartPlace], use: Use, *, timed: bool) -> CostMeter:
+    model: Any = setup.stack.model
+    return CostMeter(model.config, type(model), setup.stack.path, places, setup.device, model.dtype, use, timed=timed)
+
+
 class Choosing:
     """Costs of all variants, and choices among them."""
 
     def __init__(self, setup: PruneSetup, scores: Mapping[str, float], use: Use, *, timed: bool):
         """`scores`: by `LAYER/VARIANT`."""
         self._setup, self._use, self._scores = setup, use, scores
-        model: Any = setup.stack.model
         self.places = places(setup)
-        self._meter = CostMeter(
-            model.config, type(model), setup.stack.path, self.places, setup.device, model.dtype, use, timed=timed
-        )
+        self._meter = _meter(setup, self.places, use, timed=timed)
+        self._meter_of_teacher = self._meter
+        if setup.unreduced is not None:
+            self._meter_of_teacher = _meter(setup.unreduced, self.places, use, timed=timed)
         self._table = read_table(setup.prune.costs)
         self._is_timed = timed or self._table is not None
         self._layers = range(len(setup.stack.layers))
-        whole = self._cost(0, None, ())
-        self._fixed, self._teacher = dict(whole), dict(whole)
+        self._fixed = self._cost(0, None, ())
+        self._teacher = self._cost(0, None, (), of_teacher=True)
         self._options: list[Option] = []
         self._of_option: dict[tuple[str, str], tuple[int, Variant]] = {}
         self._groups: dict[str, tuple[str, ...]] = {}
@@ -100,7 +105,7 @@ class Choosing:
     def _add_layer(self, layer: int) -> None:
         variants = self._setup.variants.get(layer, ())
         beside = self._costs(self._beside_parts(layer))
-        self._teacher = _plus(self._teacher, beside)
+        self._teacher = _plus(self._teacher, self._costs(self._beside_parts(layer, of_teacher=True)))
         if self._setup.prune.shape == "free":
             self._fixed, beside = _plus(self._fixed, beside), {}
         learned = sorted({variant.learn for variant in variants})
@@ -108,11 +113,12 @@ class Choosing:
         groups = []
         for unit, parts in units:
             own = self._cost(layer, parts, ())
-            self._teacher = _plus(self._teacher, own)
+            self._teacher = _plus(self._teacher, self._cost(layer, parts, (), of_teacher=True))
             some = [variant for variant in variants if variant.learn == unit]
             group = f"{layer:03d}/{unit}"
             groups.append(group)
-            self._options.append(Option(group, TEACHER, 0.0, _plus(own, beside)))
+            if self._setup.unreduced is None or not some:  # else an unpruned variant is among them, and trained
+                self._options.append(Option(group, TEACHER, 0.0, _plus(own, beside)))
             for variant in some:
                 name = _option_name(variant, parts)
                 score = self._scores[f"{layer:03d}/{variant.name}"]
@@ -125,20 +131,23 @@ class Choosing:
             beside = {}
         self._groups[f"{layer:03d}"] = tuple(groups)
 
-    def _cost(self, layer: int, parts: Sequence[Part] | None, variants: Sequence[Variant]) -> dict[str, float]:
+    def _cost(
+        self, layer: int, parts: Sequence[Part] | None, variants: Sequence[Variant], *, of_teacher: bool = False
+    ) -> dict[str, float]:
         """Of some parts of a layer; of everything outside of the layers if `parts` is None."""
+        meter = self._meter_of_teacher if of_teacher else self._meter
         if parts is None:
-            return self._costs(self._timed(self._meter.outside(), "outside"))
+            return self._costs(self._timed(meter.outside(), "outside"))
         change = change_of(self._setup.parts[layer], variants) if variants else LayerChange()
         total: dict[str, float] = {}
         for part in parts:
             name = next(kind for kind, each in _PARTS.items() if each == part)
             label = f"{name}-{'-'.join(c.name for v in variants for c in v.changes if c.subblock == name) or TEACHER}"
-            total = _plus(total, self._costs(self._timed(self._meter.cost(layer, part, change), label)))
+            total = _plus(total, self._costs(self._timed(meter.cost(layer, part, change), label)))
         return total
 
-    def _beside_parts(self, layer: int) -> Cost:
-        cost = self._meter.beside_parts(layer)
+    def _beside_parts(self, layer: int, *, of_teacher: bool = False) -> Cost:
+        cost = (self._meter_of_teacher if of_teacher else self._meter).beside_parts(layer)
         return cost if self._table is None else replace(cost, prefill_seconds=0.0, decode_seconds=0.0)
 
     def _timed(self, cost: Cost, label: str) -> Cost:

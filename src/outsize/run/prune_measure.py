@@ -6,6 +6,7 @@ One layer of each structure is measured, with one variant at a time, so this fit
 import os
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from outsize.methods.bypass.variants import Variant
 from outsize.model.stack import StackCalls
 from outsize.optim.flat import FlatModule, flat_bytes
 from outsize.optim.rule import Scratch
+from outsize.run.prune_importance import channels_on, norms_of
 from outsize.run.prune_plan import LayerCost, VariantCost
 from outsize.run.prune_setup import PruneSetup
 from outsize.run.prune_walk import put
@@ -43,6 +45,11 @@ class _Measured:
 
 def layer_costs(setup: PruneSetup, scratch: Scratch, folder: Path) -> list[LayerCost]:
     """`folder`: where the library will be."""
+    with nullcontext() if setup.reduced is None else setup.reduced.measured():
+        return _layer_costs(setup, scratch, folder)
+
+
+def _layer_costs(setup: PruneSetup, scratch: Scratch, folder: Path) -> list[LayerCost]:
     kinds: dict[tuple[str, tuple[Variant, ...]], list[int]] = {}
     for layer, variants in setup.variants.items():
         kinds.setdefault((setup.stack.layers[layer].structure, variants), []).append(layer)
@@ -72,8 +79,8 @@ def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch, folde
     setup.teacher.load(params)
     marks.append(time.perf_counter())
     variants = [variant for variant in setup.variants[layer] if variant.is_trained]
-    with device.on_host():
-        students = [build_student(parts, variant) for variant in variants]
+    with device.on_host(), setup.parts_with_weights(layer) as own:
+        students = [build_student(own, variant) for variant in variants]
         weight_bytes = [sum(tensor.nbytes for tensor in student.layer_tensors().values()) for student in students]
         arguments = dict(setup.widest)
     marks.append(time.perf_counter())
@@ -90,7 +97,7 @@ def _measure(setup: PruneSetup, layers: tuple[int, ...], scratch: Scratch, folde
         found = []
         for variant, weights in zip(variants, weight_bytes, strict=True):
             student = students.pop(0)  # only this one is on the device
-            numels = student_numels(parts, variant)
+            numels = student_numels(own, variant)
             started = time.perf_counter()
             flat = FlatModule(student, setup.optimizer, device, scratch)
             make_seconds += time.perf_counter() - started
@@ -160,6 +167,7 @@ class _Run:
             first_batch=0,
             num_batches=_BATCHES,
             num_validation=0,
+            channels=channels_on(setup),
         )
         active = [trainee] if trainee is not None else []
         with device.meter() as meter:
@@ -187,9 +195,11 @@ class _Run:
         with self._device.meter() as meter:
             meter.reset_peak()
             importance = Importance(setup.parts[self._layer], setup.prune.importance)
+            norms = norms_of(setup, self._layer)
             for place in range(_BATCHES):
                 batch = self._batch(place)
-                self._cache.write(place, importance.run(batch.call, self._cache.read(place), batch.valid))
+                with norms.listening(batch.valid):
+                    self._cache.write(place, importance.run(batch.call, self._cache.read(place), batch.valid))
             importance.scores()
             self._cache.finish()
             return meter.peak()

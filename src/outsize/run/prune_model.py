@@ -25,7 +25,7 @@ from outsize.run.prune_choice import Choosing, Chosen
 from outsize.run.prune_distill import distill
 from outsize.run.prune_importance import StoredImportance
 from outsize.run.prune_library import Library
-from outsize.run.prune_scores import Pick, Scoring, StoredScores, Variants
+from outsize.run.prune_scores import Pick, Scoring, StoredScores, Variants, base_picks
 from outsize.run.prune_setup import PruneSetup
 
 Say = Callable[[str], None]
@@ -53,7 +53,11 @@ def make_models(setup: PruneSetup, console: Console) -> list[PrunedModel]:
     folder, prune = Path(setup.config.output_dir), setup.prune
     say: Say = lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)
     setup = _with_library_only(setup, Library(folder), say)
-    variants = Variants(setup, Library(folder), StoredImportance(setup, folder))
+    importance = StoredImportance(setup, folder)
+    importance.rank()
+    setup = setup.of_reduced()
+    variants = Variants(setup, Library(folder), importance)
+    _require_base(setup, variants.library)
     scoring = Scoring(variants, prune.score_tokens, free_host_bytes() // 2)
     if not scoring.is_held_out:
         say("scores and evaluation use rows of the training data; test_datasets or val_set_size hold others out")
@@ -70,11 +74,12 @@ def make_models(setup: PruneSetup, console: Console) -> list[PrunedModel]:
             continue
         assembly = Assembly(variants, chosen.variants, choosing.places)
         assembly.require(prune.form)
+        kept = {} if setup.reduced is None else {"hidden_size": prune.hidden_size, "channels": setup.reduced.hash}
         with Bar("evaluating") as bar:
             models_of = {"pruned": _picks(chosen, is_raw=True), "trained": _picks(chosen)} if chosen.variants else {}
             teacher, found = scoring.of(models_of, _shown_in(bar))
         made = PrunedModel(chosen, place, teacher, found.get("pruned", teacher), found.get("trained", teacher))
-        form = assembly.write(place, prune.form, _facts(made))
+        form = assembly.write(place, prune.form, {**kept, **_facts(made)})
         say(f"model    {place} ({_FORMS[form]})")
         models.append(made)
     if prune.distill is not None:
@@ -133,6 +138,18 @@ def _with_library_only(setup: PruneSetup, library: Library, say: Say) -> PruneSe
     return replace(setup, variants={layer: variants for layer, variants in found.items() if variants})
 
 
+def _require_base(setup: PruneSetup, library: Library) -> None:
+    """With `hidden_size`, every model has an unpruned or a pruned variant wherever one is trained."""
+    for pick in base_picks(setup):
+        entry = library.entry(pick.layer, pick.variant.name)
+        if entry is None or entry.description.stopped:
+            why = "is missing" if entry is None else f"was stopped at {entry.description.stopped}"
+            raise ConfigError(
+                f"prune.hidden_size: {pick.name} {why}, and others are scored beside it. Train it: leave --only out, "
+                "or use another output_dir with a lower learning_rate."
+            )
+
+
 def _choices(
     setup: PruneSetup, variants: Variants, scoring: Scoring, folder: Path, say: Say
 ) -> list[tuple[Chosen, Choosing]]:
@@ -142,15 +159,16 @@ def _choices(
     else:
         with Bar("scoring") as bar:
             _, found = StoredScores(variants, scoring, folder).measure(picks, _shown_in(bar))
-        scores = {name: each.kl for name, each in found.items()}
-    known: dict[Use, Choosing] = {}
+        base = next((found[pick.name].kl for pick in base_picks(setup)), 0.0)
+        scores = {name: each.kl - base for name, each in found.items()}
+    known: dict[tuple[Use, bool], Choosing] = {}
     choices = []
     for target in setup.prune.target:
         use = Use(batch=target.batch, context=target.context, decoded=target.decoded)
         timed = target.latency is not None and setup.prune.costs is None
-        if use not in known:
-            known[use] = Choosing(setup, scores, use, timed=timed)
-        choices.append((known[use].choose(target), known[use]))
+        if (use, timed) not in known:
+            known[use, timed] = Choosing(setup, scores, use, timed=timed)
+        choices.append((known[use, timed].choose(target), known[use, timed]))
     return choices
 
 
@@ -170,6 +188,8 @@ def _picks(chosen: Chosen, *, is_raw: bool = False) -> tuple[Pick, ...]:
 def _identity(setup: PruneSetup, chosen: Chosen, library: Library) -> str:
     """Of everything that the model's weights depend on."""
     parts: list[Any] = [setup.spec.fingerprint, setup.prune.form]
+    if setup.reduced is not None:
+        parts.append(setup.reduced.hash)
     for pick in _picks(chosen):
         stored = library.entry(pick.layer, pick.variant.name)
         parts.append((pick.name, 0 if stored is None else stored.description.steps))

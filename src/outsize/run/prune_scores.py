@@ -15,13 +15,14 @@ from outsize.base.cache_folder import write_whole
 from outsize.base.errors import BadFile
 from outsize.base.records import fingerprint
 from outsize.methods.bypass.builder import build_student
-from outsize.methods.bypass.score import Candidate, Scores, Streamed, compare, replaced, score
+from outsize.methods.bypass.score import Candidate, Reference, Scores, Streamed, compare, replaced, score
 from outsize.methods.bypass.students import Student
 from outsize.methods.bypass.variants import Variant
 from outsize.model.build import build_model
 from outsize.model.stack import LayerStack
-from outsize.run.prune_importance import StoredImportance
+from outsize.run.prune_importance import StoredImportance, channels_on
 from outsize.run.prune_library import BEST, LATEST, Library
+from outsize.run.prune_reduced import Reduced
 from outsize.run.prune_setup import PruneSetup
 from outsize.run.prune_walk import put
 from outsize.run.teacher import Teacher
@@ -73,6 +74,20 @@ class Variants:
         return found
 
 
+def base_picks(setup: PruneSetup) -> tuple[Pick, ...]:
+    """With `hidden_size`: of each sub-block that is trained, the variant that only has fewer residual channels. All of
+    them together are the model in which others are scored.
+    """
+    if setup.reduced is None:
+        return ()
+    return tuple(Pick(layer, variant) for layer in sorted(setup.variants) for variant in setup.whole(layer))
+
+
+def reduced_of(setup: PruneSetup) -> Reduced:
+    assert setup.reduced is not None
+    return setup.reduced
+
+
 class Scoring:
     """Scores on held-out rows, or without validation data on the first rows of training."""
 
@@ -90,7 +105,9 @@ class Scoring:
     def of(
         self, models: Mapping[str, Sequence[Pick]], progress: Callable[[int, int], None]
     ) -> tuple[Scores, dict[str, Scores]]:
-        """Of the teacher, and of each model, which is the teacher with some variants."""
+        """Of the teacher, and of each model, which is the teacher with some variants; with `hidden_size`, the reduced
+        model with some variants.
+        """
         setup, modules = self._setup, dict[Pick, dict[str, nn.Module]]()
         picks = {pick for model in models.values() for pick in model}
 
@@ -131,7 +148,12 @@ class Scoring:
             outside=_streamed(setup.teacher, setup.stack).outside,
             host_bytes=self._host_bytes,
             progress=progress,
+            reference=None if setup.unreduced is None else self._reference(),
         )
+
+    def _reference(self) -> Reference:
+        teacher = self._setup.unreduced or self._setup
+        return Reference(_streamed(teacher.teacher, teacher.stack), channels_on(teacher))
 
     def of_folder(self, folder: Path) -> Scores:
         """Of the model in a folder."""
@@ -141,7 +163,7 @@ class Scoring:
         try:
             stack = LayerStack(other.model, setup.prune.blocks, materialized=other.materialized)
             batches = [partial(self._arguments, k) for k in range(self._batches)]
-            return compare(_streamed(setup.teacher, setup.stack), _streamed(other, stack), batches)
+            return compare(self._reference(), _streamed(other, stack), batches)
         finally:
             other.close()
 
@@ -165,18 +187,33 @@ class StoredScores:
 
     def __init__(self, variants: Variants, scoring: Scoring, folder: Path):
         self._variants, self._scoring, self._path = variants, scoring, folder / SCORES_FILE
-        spec = variants.setup.spec
-        self._of = fingerprint({"spec": spec.fingerprint, "tokens": scoring.tokens, "held_out": scoring.is_held_out})
+        setup = variants.setup
+        of = {"spec": setup.spec.fingerprint, "tokens": scoring.tokens, "held_out": scoring.is_held_out}
+        self._base = base_picks(setup)
+        if self._base:
+            of["base"] = {"channels": reduced_of(setup).hash, "steps": [self._key(pick) for pick in self._base]}
+        self._of = fingerprint(of)
 
     def measure(self, picks: Sequence[Pick], progress: Callable[[int, int], None]) -> tuple[Scores, dict[str, Scores]]:
         """The teacher's, and by name of pick."""
         data = self._read()
         missing = {self._key(pick): pick for pick in picks if self._key(pick) not in data}
         if missing or "teacher" not in data:
-            teacher, found = self._scoring.of({key: (pick,) for key, pick in missing.items()}, progress)
-            data |= {"teacher": asdict(teacher), **{key: asdict(each) for key, each in found.items()}}
+            models: dict[tuple[Pick, ...], list[str]] = {}
+            for key, pick in missing.items():
+                models.setdefault(self._model(pick), []).append(key)
+            teacher, found = self._scoring.of({keys[0]: model for model, keys in models.items()}, progress)
+            data["teacher"] = asdict(teacher)
+            data |= {key: asdict(found[keys[0]]) for keys in models.values() for key in keys}
             write_whole(self._path, json.dumps({"of": self._of, "scores": data}, indent=1))
         return Scores(**data["teacher"]), {pick.name: Scores(**data[self._key(pick)]) for pick in picks}
+
+    def _model(self, pick: Pick) -> tuple[Pick, ...]:
+        """The teacher with this variant; with `hidden_size`, the reduced model with it and, elsewhere, with the
+        variants that are not pruned.
+        """
+        others = (each for each in self._base if (each.layer, each.variant.learn) != (pick.layer, pick.variant.learn))
+        return tuple(sorted((pick, *others), key=lambda each: each.name))
 
     def _key(self, pick: Pick) -> str:
         if pick.is_raw:

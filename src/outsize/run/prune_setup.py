@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from outsize.device.device import Device
 from outsize.methods.bypass.layouts import inspect_layer
 from outsize.methods.bypass.losses import LOSSES, Loss
 from outsize.methods.bypass.parts import LayerParts
-from outsize.methods.bypass.variants import Requested, Variant, requested_variants, resolve
+from outsize.methods.bypass.variants import Requested, Variant, requested_variants, resolve, whole_variants
 from outsize.model.build import build_model, local_folder, require_positions
 from outsize.model.stack import LayerStack
 from outsize.optim.adamw import AdamW
@@ -36,6 +37,7 @@ from outsize.run.inputs import BatchOrder, data_seed, load_inputs, token_lengths
 from outsize.run.model_code import model_code
 from outsize.run.plan_batch import batches_to_plan_for, collator_of
 from outsize.run.prune_batches import BatchSource
+from outsize.run.prune_reduced import Reduced, make_reduced
 from outsize.run.prune_spec import PruneSpec, prune_spec, require_same
 from outsize.run.row_lengths import longest_row
 from outsize.run.teacher import Teacher
@@ -72,11 +74,39 @@ class PruneSetup:
     hidden: BatchSpec
     """Of the widest batch."""
     parts: dict[int, LayerParts]
-    """Of the layers that have variants."""
+    """Of the layers that have variants. Of the teacher, whatever their hidden size is."""
     variants: dict[int, tuple[Variant, ...]]
     optimizer: AdamW
     loss: Loss
     lr_of: Callable[[int], float]
+    reduced: Reduced | None = None
+    """With `hidden_size`: the model that variants belong to. None: they belong to the teacher."""
+    unreduced: "PruneSetup | None" = None
+    """If `teacher`, `stack` and `parts` are those of the reduced model (`of_reduced`): the setup with the teacher's."""
+
+    def of_reduced(self) -> "PruneSetup":
+        """The setup with the reduced model, whose channels are known, in place of the teacher."""
+        if self.reduced is None:
+            return self
+        teacher, stack = self.reduced.teacher, self.reduced.stack
+        with self.device.on_host(), teacher.finding_stem():
+            stack.capture({name: _put(self.device, value) for name, value in self.widest.items()})
+        return replace(self, teacher=teacher, stack=stack, parts=self.reduced.parts, unreduced=self)
+
+    def whole(self, layer: int) -> tuple[Variant, ...]:
+        """Variants of a layer that prune nothing of what is trained."""
+        return whole_variants(self.prune.learn, self.parts[layer].shape)
+
+    @contextmanager
+    def parts_with_weights(self, layer: int) -> Iterator[LayerParts]:
+        """What the variants of a layer are made from, with weights in host memory. The teacher's layer has its weights
+        there.
+        """
+        if self.reduced is None or self.unreduced is not None:
+            yield self.parts[layer]
+        else:
+            with self.reduced.layer(layer) as parts:
+                yield parts
 
     @property
     def num_layers(self) -> int:
@@ -85,8 +115,9 @@ class PruneSetup:
 
     @property
     def fixed_bytes(self) -> int:
-        """On the device for the whole run: stem, buffers, workspace of the optimizer."""
-        return self.teacher.resident_bytes + scratch_bytes(self.optimizer)
+        """On the device for the whole run: stem, buffers, workspace of the optimizer, numbers of channels."""
+        others = 0 if self.reduced is None else self.reduced.resident_bytes
+        return self.teacher.resident_bytes + others + scratch_bytes(self.optimizer)
 
     @property
     def num_steps(self) -> int:
@@ -166,6 +197,10 @@ def set_up(config: RunConfig) -> PruneSetup:
             calls = stack.capture({name: _put(device, value) for name, value in widest.items()})
         small = stack.capture({name: _put(device, value) for name, value in _first_row(widest).items()})
         parts, variants = _variants(prune, requested, stack, teacher, small)
+        reduced = None
+        if prune.hidden_size is not None:
+            few = {name: _put(device, value) for name, value in _first_row(widest).items()}
+            reduced = make_reduced(teacher, stack, parts, prune.hidden_size, few, device)
     width = config.sequence_len if config.sample_packing else longest if config.pad_to_sequence_len else None
     validation, num_validation = None, 0
     if inputs.evaluated is not None:
@@ -199,6 +234,7 @@ def set_up(config: RunConfig) -> PruneSetup:
         optimizer=_optimizer(config),
         loss=LOSSES[prune.loss],
         lr_of=learning_rates(config, spec.steps),
+        reduced=reduced,
     )
 
 
@@ -263,7 +299,8 @@ def _variants(
     known: dict[str, LayerParts] = {}
     parts: dict[int, LayerParts] = {}
     variants: dict[int, tuple[Variant, ...]] = {}
-    for index in sorted(set(prune.only_layers) or range(len(stack.layers))):
+    pruned = set(prune.only_layers) or set(range(len(stack.layers)))
+    for index in range(len(stack.layers)) if prune.hidden_size is not None else sorted(pruned):
         layer = stack.layers[index]
         if layer.structure not in known:
             with teacher.materialized(list(layer.module.parameters())):
@@ -271,7 +308,15 @@ def _variants(
                     layer.name, layer.module, stack.config, calls.calls[index], calls.hidden, overrides
                 )
         found = known[layer.structure].of_layer(layer.name, layer.module)
-        if made := resolve(requested, prune.learn, found.shape, layer.name):
+        made = resolve(requested, prune.learn, found.shape, layer.name) if index in pruned else ()
+        if prune.hidden_size is not None:
+            if not (whole := whole_variants(prune.learn, found.shape)):
+                raise ConfigError(
+                    f"prune.hidden_size: no part of {layer.name} is trained for it. Name its modules with "
+                    "prune.subblocks, set prune.learn: block, or remove hidden_size."
+                )
+            made = tuple(dict.fromkeys((*made, *whole)))
+        if made:
             parts[index], variants[index] = found, made
     kinds = {change.kind for made in variants.values() for variant in made for change in variant.changes}
     if missing := sorted({request.kind for request in requested} - kinds):

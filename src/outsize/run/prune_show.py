@@ -11,6 +11,7 @@ from outsize.base.errors import BadFile, ConfigError
 from outsize.base.records import from_json
 from outsize.run.prune_assemble import PRUNE_FILE
 from outsize.run.prune_library import DESCRIPTION, Description
+from outsize.run.prune_reduced import CHANNELS_FILE
 from outsize.run.prune_scores import SCORES_FILE
 
 
@@ -19,6 +20,9 @@ def show_folder(folder: Path, console: Console) -> None:
     if not paths:
         raise ConfigError(f"{folder} has no library. Name the output_dir of outsize prune.")
     scores = _json(folder / SCORES_FILE).get("scores", {}) if (folder / SCORES_FILE).exists() else {}
+    if (folder / CHANNELS_FILE).exists():
+        kept = _json(folder / CHANNELS_FILE)
+        console.print(f"hidden size {kept['hidden_size']} of {kept['of']}; channels {kept['hash']}", highlight=False)
     table = Table(
         "layer", "variant", "parameters", "tokens", "loss before", "after", "KL in the model", title="library"
     )

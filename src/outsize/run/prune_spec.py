@@ -11,7 +11,7 @@ from typing import Any
 
 from outsize.base.cache_folder import write_whole
 from outsize.base.errors import BadFile, ConfigError
-from outsize.base.records import dumps, fingerprint, loads
+from outsize.base.records import dumps, fingerprint, loads, to_json
 from outsize.config.prune import PruneConfig
 from outsize.config.run import RunConfig
 from outsize.run.inputs import BatchOrder, data_seed
@@ -64,11 +64,15 @@ class PruneSpec:
     """Optimizer steps of the budget."""
     variants: tuple[str, ...] = ()
     """Names of the variants of all layers, in order."""
+    hidden_size: int | None = None
 
     @property
     def fingerprint(self) -> str:
         """Of what a later run in the same folder must have too."""
-        return fingerprint(replace(self, tokens=0, steps=0, variants=()))
+        values = to_json(replace(self, tokens=0, steps=0, variants=()))
+        if self.hidden_size is None:  # libraries that are older than this key stay valid
+            del values["hidden_size"]
+        return fingerprint(values)
 
 
 _FREE = ("tokens", "steps", "variants")

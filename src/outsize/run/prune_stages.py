@@ -22,7 +22,7 @@ from outsize.optim.flat import FlatModule
 from outsize.optim.rule import Scratch
 from outsize.run.prune_batches import Given
 from outsize.run.prune_hidden import KeptHidden, num_distill_batches
-from outsize.run.prune_importance import StoredImportance
+from outsize.run.prune_importance import StoredImportance, channels_on
 from outsize.run.prune_library import BEST, LATEST, STATE, Description, Library, Stored
 from outsize.run.prune_measure import learns
 from outsize.run.prune_plan import PrunePlan
@@ -67,6 +67,7 @@ class PruneStages:
         """Whether everything is finished: False if it was stopped."""
         with self._on_device():
             self._importance.measure(self._cache_folder)
+            self._importance.rank()
             return all(self._round(number, batches) for number, batches in enumerate(self._plan.rounds))
 
     @contextmanager
@@ -149,8 +150,8 @@ class PruneStages:
 
         def make(module: nn.Module) -> None:
             importance = self._importance.of(layer)
-            parts = self._setup.parts[layer]
-            students.update({variant.name: build_student(parts, variant, importance) for variant in variants})
+            with self._setup.parts_with_weights(layer) as parts:
+                students.update({variant.name: build_student(parts, variant, importance) for variant in variants})
 
         with walk.layer(layer, make) as module:
             training = self._training(batches, walk, layer, module)
@@ -191,6 +192,7 @@ class PruneStages:
             num_batches=len(batches),
             num_validation=setup.num_validation,
             log_every=setup.config.logging_steps,
+            channels=channels_on(setup),
         )
 
     def _group(self, training: LayerTraining, layer: int, trainees: list[Trainee], *, writes: bool) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.device.device import Device
+from outsize.methods.bypass.norm_statistics import NormStatistics
 from outsize.methods.bypass.train import Batch
 from outsize.model.stack import run
 from outsize.run.prune_batches import Given
@@ -75,6 +76,14 @@ class Walk:
         with self._setup.device.on_host():
             given = self._given(place)
         return self._setup.stack.last_hidden_state(self._arguments(given), hidden)
+
+    def run_outside(self, norms: NormStatistics) -> None:
+        """Run what the model has before and after its layers, after all of them."""
+        for place in range(self.num_batches):
+            with self._setup.device.on_host():
+                valid = self._given(place).valid
+            with norms.listening(put(self._setup.device, valid)):
+                self.last_hidden_state(place, min(place + 1, self.num_batches - 1))
 
     def close(self) -> None:
         self.cache.close()

@@ -74,6 +74,18 @@ class Teacher:
                     require_finite(name, data, BadFile)
                     param.data = data
 
+    def value(self, name: str) -> Tensor:
+        """A parameter's values in host memory, wherever it is. It stays there."""
+        param = self.model.get_parameter(name)
+        with self._device.on_host():
+            if not is_unmaterialized(param):
+                return param.detach().to("cpu")
+            assert self._weights is not None
+            data = torch.empty(param.shape, dtype=param.dtype)
+            self._weights.read_into(self._names[id(param)], data)
+            require_finite(name, data, BadFile)
+            return data
+
     def place(self, params: Iterable[nn.Parameter]) -> None:
         """Move loaded parameters to the device."""
         for param in params:

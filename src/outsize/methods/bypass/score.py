@@ -124,6 +124,7 @@ def score(
     outside: Callable[[], AbstractContextManager[None]] = nullcontext,
     host_bytes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    reference: "Reference | None" = None,
 ) -> tuple[Scores, dict[str, Scores]]:
     """The teacher's own scores, and those of each candidate by name.
 
@@ -133,19 +134,28 @@ def score(
         outside: while it is entered, everything outside of the layers has its weights there.
         host_bytes: for hidden states that wait. If all do not fit, there are several passes. Default: no limit.
         progress: called with the number of layers done and their total.
+        reference: the teacher, if `stack` is a model with fewer residual channels. Candidates then replace all that is
+            in its place.
     """
     waiting = sum(spec.num_bytes for spec in _specs(stack, batches))
     per_pass = len(candidates) if host_bytes is None else max(1, host_bytes // max(waiting, 1) - 1)
     ordered = sorted(candidates, key=lambda each: (each.first, each.name))
     groups = [ordered[start : start + per_pass] for start in range(0, len(ordered), per_pass)] or [[]]
     teacher, found = Scores(0, 0, 0, 0, 0), {}
+    theirs = None if reference is None else _pass(reference.model.stack, batches, (), reference.model.loaded, _silent)
     for index, group in enumerate(groups):
         report = lambda layer, index=index: progress(index * len(stack.layers) + layer, len(groups) * len(stack.layers))
         hidden = _pass(stack, batches, group, loaded, report)
-        with outside(), closing(hidden):
-            teacher, some = _compare(stack, batches, hidden)
+        with outside(), closing(hidden), nullcontext() if reference is None else reference.model.outside():
+            teacher, some = _compare(stack, batches, hidden, reference, theirs)
         found.update(some)
+    if theirs is not None:
+        theirs.close()
     return teacher, found
+
+
+def _silent(layer: int) -> None:
+    """No progress is shown."""
 
 
 _TEACHER = ""
@@ -211,14 +221,23 @@ def _pass(
 
 
 def _compare(
-    stack: LayerStack, batches: Sequence[Callable[[], Mapping[str, Any]]], waiting: _Waiting
+    stack: LayerStack,
+    batches: Sequence[Callable[[], Mapping[str, Any]]],
+    waiting: _Waiting,
+    reference: "Reference | None",
+    theirs: _Waiting | None,
 ) -> tuple[Scores, dict[str, Scores]]:
     sums = {name: _Sums() for name in waiting.names}
+    of_teacher = stack if reference is None else reference.model.stack
     for place, make in enumerate(batches):
         batch = make()
-        teacher = waiting.read(_TEACHER, place).clone()
-        expected = stack.output(batch, teacher).logits
-        for name, then in zip(waiting.names, [*waiting.names[1:], None], strict=True):
+        teacher = (theirs or waiting).read(_TEACHER, place).clone()
+        expected = of_teacher.output(batch, teacher).logits
+        names = waiting.names
+        if reference is not None:
+            sums[_TEACHER].add(teacher, expected, teacher, expected, batch)
+            names, teacher = names[1:], reference.comparable(teacher)
+        for name, then in zip(names, [*names[1:], None], strict=True):
             own = waiting.read(name, place, then)
             sums[name].add(own, stack.output(batch, own).logits, teacher, expected, batch)
     return sums[_TEACHER].means(), {name: each.means() for name, each in sums.items() if name != _TEACHER}
@@ -235,15 +254,28 @@ class Streamed:
     """The same for everything outside of the layers."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The teacher that models with fewer residual channels are compared with."""
+
+    model: Streamed
+    channels: Tensor | None
+    """Its residual channels that they have, on the device; None: all."""
+
+    def comparable(self, hidden: Tensor) -> Tensor:
+        return hidden if self.channels is None else hidden.index_select(-1, self.channels)
+
+
 @torch.no_grad()
-def compare(teacher: Streamed, other: Streamed, batches: Sequence[Callable[[], Mapping[str, Any]]]) -> Scores:
-    """The scores of another model, whose hidden size may differ; then its cosine is 0."""
-    hidden = [_pass(model.stack, batches, (), model.loaded, lambda done: None) for model in (teacher, other)]
+def compare(reference: Reference, other: Streamed, batches: Sequence[Callable[[], Mapping[str, Any]]]) -> Scores:
+    """The scores of another model."""
+    teacher = reference.model
+    hidden = [_pass(model.stack, batches, (), model.loaded, _silent) for model in (teacher, other)]
     sums = _Sums()
     with teacher.outside(), other.outside(), closing(hidden[0]), closing(hidden[1]):
         for place, make in enumerate(batches):
             batch = make()
             theirs, own = (each.read(_TEACHER, place) for each in hidden)
             expected, logits = teacher.stack.output(batch, theirs).logits, other.stack.output(batch, own).logits
-            sums.add(own, logits, theirs if theirs.shape == own.shape else torch.zeros_like(own), expected, batch)
+            sums.add(own, logits, reference.comparable(theirs), expected, batch)
     return sums.means()

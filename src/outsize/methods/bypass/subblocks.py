@@ -48,6 +48,12 @@ class SubBlockRun:
     target: Tensor
     """The module's output, before the residual is added. Of the whole layer: what it adds to its input, in fp32."""
 
+    def of_channels(self, channels: Tensor | None) -> "SubBlockRun":
+        """The same with these residual channels alone; None: all."""
+        if channels is None:
+            return self
+        return SubBlockRun(self.input.index_select(-1, channels), self.call, self.target.index_select(-1, channels))
+
 
 @torch.no_grad()
 def find_subblocks(

@@ -135,6 +135,8 @@ class LayerTraining:
     """Of the run, in this round."""
     num_validation: int
     log_every: int = 1
+    channels: Tensor | None = None
+    """Residual channels that the variants have, on the device. None: all."""
 
     @property
     def steps(self) -> range:
@@ -173,7 +175,8 @@ class LayerTraining:
         if active:
             output, runs = record(self.layer, self.subblocks, self.learn, batch.call, hidden)
             for trainee in active:
-                trainee.backward(runs[trainee.variant.learn], batch.valid, self.loss)
+                given = runs[trainee.variant.learn].of_channels(self.channels)
+                trainee.backward(given, batch.valid, self.loss)
         else:
             with torch.no_grad():
                 output = run(self.layer, batch.call, hidden)
@@ -206,7 +209,7 @@ class LayerTraining:
             batch = self.batch_at(place)
             _, runs = record(self.layer, self.subblocks, self.learn, batch.call, hidden)
             for number, trainee in enumerate(trainees):
-                given = runs[trainee.variant.learn]
+                given = runs[trainee.variant.learn].of_channels(self.channels)
                 sums[number] = sums[number] + self.loss(trainee.student(given), given.target, batch.valid).double()
         found = self.device.fetch(torch.stack(sums))()
         return [float(value) / self.num_validation for value in found]

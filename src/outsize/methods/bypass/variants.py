@@ -122,13 +122,26 @@ def resolve(requested: Iterable[Requested], learn: Sequence[str], shape: LayerSh
     if "block" in learn:
         options = [tuple(changes[subblock].values()) for subblock in shape.kinds if subblock in changes]
         return tuple(Variant(learn="block", changes=chosen) for chosen in product(*options)) if options else ()
-    learned = {kind for kind in shape.kinds if kind in learn or (kind in MIXERS and "mixer" in learn)}
+    learned = _learned(learn, shape)
     return tuple(
         Variant(learn=subblock, changes=(change,))
         for subblock, of in changes.items()
         for change in of.values()
         if subblock in learned
     )
+
+
+def whole_variants(learn: Sequence[str], shape: LayerShape) -> tuple[Variant, ...]:
+    """Those that prune nothing in a sub-block (or block) that is trained."""
+    copies = {kind: Change(subblock=kind, kind="copy") for kind in shape.kinds}
+    if "block" in learn:
+        return (Variant(learn="block", changes=tuple(copies.values())),) if copies else ()
+    learned = _learned(learn, shape)
+    return tuple(Variant(learn=kind, changes=(copies[kind],)) for kind in shape.kinds if kind in learned)
+
+
+def _learned(learn: Sequence[str], shape: LayerShape) -> set[str]:
+    return {kind for kind in shape.kinds if kind in learn or (kind in MIXERS and "mixer" in learn)}
 
 
 def _subblocks(one: Requested, shape: LayerShape) -> list[str]:
