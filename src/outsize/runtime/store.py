@@ -126,8 +126,10 @@ class Store:
         if buffer[0] in _GRADIENTS:
             return self._updated_part(flat, name)
         _, piece = self.place.layout.location[name]
-        part = flat[piece.offset : piece.offset + piece.numel]
-        return Ranges(self.place.graph.param[name].shape, self._strides[name], ((part, 0),))
+        param = self.place.graph.param[name]
+        dtype: torch.dtype = getattr(torch, param.dtype)
+        part = flat[piece.offset : piece.offset + piece.numel].view(dtype)  # the elements of a frozen chunk are bytes
+        return Ranges(param.shape, self._strides[name], ((part, 0),))
 
     def _updated_part(self, flat: Tensor, name: str) -> Ranges:
         """A parameter's part of its chunk's gradient, or of a state tensor."""
