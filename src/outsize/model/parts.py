@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from outsize.compat import fake_tensor, is_traceable_wrapper_subclass
@@ -40,8 +41,12 @@ def named_parts(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator
 
 def parts(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[Part]:
     """Each parameter that has memory of its own, followed by what is attached to it."""
+    seen: set[int] = set()
     for name, param in module.named_parameters(remove_duplicate=remove_duplicate):
-        yield from _of_parameter(module, name, param)
+        for part in _of_parameter(module, name, param):
+            if not remove_duplicate or id(part.tensor) not in seen:
+                seen.add(id(part.tensor))
+                yield part
 
 
 def parts_by_parameter(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[Part]]]:
@@ -51,7 +56,9 @@ def parts_by_parameter(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, l
 
 def wrappers(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[Part]]]:
     """Parameters that consist of other tensors, and so have no memory of their own, with their parts."""
-    return (found for found in parts_by_parameter(module) if is_traceable_wrapper_subclass(found[1]))
+    for name, param in module.named_parameters():
+        if is_traceable_wrapper_subclass(param):
+            yield name, param, list(_of_parameter(module, name, param))
 
 
 def rewrapped(name: str, wrapper: Tensor, value_of: Callable[[str], Tensor]) -> Tensor:
@@ -114,6 +121,39 @@ def attachments(module: nn.Module) -> Iterator[tuple[str, Any, str, Any]]:
         if (state := getattr(param, "quant_state", None)) is not None and found:
             yield found[0].name, param, "quant_state", state
             yield found[0].name, state, "state2", getattr(state, "state2", None)
+
+
+_REPACKS = "support_avx512bf16_for_cpu"
+
+
+def turn_repacking_off(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """On the CPU in eval mode, bitsandbytes replaces 4-bit weights by a repacked form, with rounded scales. Turns this
+    off, and returns the modules in which it was on with the former value, for `turn_repacking_on`.
+    """
+    found = [(module, value) for module in model.modules() if (value := vars(module).get(_REPACKS))]
+    for module, _ in found:
+        setattr(module, _REPACKS, False)
+    return found
+
+
+def turn_repacking_on(modules: list[tuple[nn.Module, Any]]) -> None:
+    for module, value in modules:
+        setattr(module, _REPACKS, value)
+
+
+def describe(module: nn.Module) -> list[Any]:
+    """All that the cost of using the weights depends on: shapes, dtypes, and how they are quantized."""
+    facts: list[Any] = [
+        [name, list(part.shape), str(part.dtype), part.requires_grad]
+        for name, part in named_parts(module, remove_duplicate=False)
+    ]
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if type(param) is not nn.Parameter:
+            state = getattr(param, "quant_state", None)
+            kept = {} if state is None else vars(state)
+            plain = [f"{k}={v}" for k, v in kept.items() if isinstance(v, (bool, int, str, tuple, torch.dtype))]
+            facts.append([name, type(param).__qualname__, *plain])
+    return facts
 
 
 class LookupTable(NamedTuple):
