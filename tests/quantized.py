@@ -73,20 +73,23 @@ def quantize(model: nn.Module, quantization: Quantization) -> None:
         _to_4bit(model, quantization.partition("-")[0], double=quantization != "nf4")
 
 
+def unquantized() -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(CONFIG).to(torch.bfloat16)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantized:
     """A Llama with a quantized base and bf16 LoRA adapters; embeddings, head and norms stay bf16."""
 
     quantization: Quantization
-    fp32_norms: bool = False
 
     @property
     def spec(self) -> outsize.AdamW:
         return outsize.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=cells.MAX_GRAD_NORM)
 
     def base(self) -> nn.Module:
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(CONFIG).to(torch.bfloat16)
+        model = unquantized()
         model.generation_config.pad_token_id = 0
         quantize(model.model, self.quantization)
         return model
@@ -157,4 +160,5 @@ def of_plain_tensors(outcome: Outcome) -> Outcome:
 
 def weights_of(model: nn.Module) -> list[nn.Parameter]:
     """The quantized weights."""
-    return [param for param in model.parameters() if type(param) is not nn.Parameter]
+    params = [param for param in model.parameters() if not param.requires_grad]
+    return [param for param in params if hasattr(param, "quant_state") or hasattr(param, "__tensor_flatten__")]

@@ -12,19 +12,22 @@ import quantized
 import torch
 from quantized import Quantized
 from synthetic import make_homes
-from torch import nn
+from cells import Traced
+from torch import Tensor, nn
 
 from outsize.compat import without_dispatch_modes, without_torch_function
 from outsize.layout.chunks import ChunkLayout
+from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
 from outsize.model.parts import named_parts
 from outsize.model.strategies import Strategy
+from outsize.profile import cache
 from outsize.profile.trace import ModelTrace
 from outsize.runtime.engine import Engine
 from outsize.schedule.buffers import BufferKind as B
 from outsize.schedule.plan import Decision
 
-pytest.importorskip("bitsandbytes")
+bnb = pytest.importorskip("bitsandbytes")
 pytest.importorskip("torchao")
 
 STEPS = 4
@@ -60,15 +63,15 @@ class Cell:
             depth=1 if self.homes == "mixed" else 0,
         )
 
-    def prepare(self) -> Engine:
+    def prepare(self, model: nn.Module | None = None, traced: Traced | None = None) -> Engine:
         return cells.prepare_by_hand(
-            self.case.model(),
+            model or self.case.model(),
             quantized.batch(),
             spec=self.case.spec,
             device="cpu" if self.device == "cpu" else quantized.machine(),
             chunk_bytes=16 * 1024,
             budget=None,
-            traced=quantized.traced(self.case),
+            traced=traced or quantized.traced(self.case),
             decision=self.decide,
         )
 
@@ -144,3 +147,59 @@ def test_training_over_a_quantized_base_equals_the_plain_loop(
     assert len(after_detach) > 7 * 4 and all(torch.equal(part, given[name]) for name, part in after_detach.items())
     assert quantized.evaluate(engine.model) == wanted[-1], "after detach"
     parity_cell(cell)
+
+
+class Stash(torch.autograd.Function):
+    """A LoRA projection that keeps weight and quant state on `ctx`, as Axolotl's does, outside of saved tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, state: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.weight, ctx.state = weight, state
+        ctx.save_for_backward(x, a, b)
+        return x @ bnb.functional.dequantize_4bit(weight, state).t() + x @ a.t() @ b.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, a, b = ctx.saved_tensors
+        rows, columns = grad.flatten(0, -2), x.flatten(0, -2)
+        through_b = grad @ b
+        of_x = grad @ bnb.functional.dequantize_4bit(ctx.weight, ctx.state) + through_b @ a
+        return of_x, None, None, through_b.flatten(0, -2).t() @ columns, rows.t() @ (columns @ a.t())
+
+
+def stash_weights(model: nn.Module) -> nn.Module:
+    """Let all projections read their base's weight without calling it, in a Function that keeps it on `ctx`."""
+
+    def run(module: Any, x: Tensor) -> Tensor:
+        a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+        weight = module.base_layer.weight
+        return Stash.apply(x, weight, weight.quant_state, a, b)
+
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.forward = functools.partial(run, module)
+    return model
+
+
+@pytest.mark.parametrize(("homes", "strategy"), [("streamed", "keep"), ("streamed", "recompute"), ("mixed", "swap")])
+def test_a_function_that_keeps_weights_on_ctx_equals_the_plain_loop(
+    homes: Any, strategy: Strategy, parity_cell: Callable[[object], None]
+) -> None:
+    cell = Cell("nf4-double", homes, strategy, "sim")
+    case = cell.case
+    plain = cells.plain(stash_weights(case.model()), case.batches(), spec=case.spec, steps=STEPS)
+    traced = stash_weights(case.model())
+    found = cache.traced(traced, quantized.batch(), find_layers(traced), quantized.machine())
+    with cells.closing(cell.prepare(stash_weights(case.model()), found)) as engine:
+        outcome = cells.train(
+            engine.model,
+            engine.optimizer,
+            case.batches(),
+            steps=STEPS,
+            accumulate=1,
+            engine=engine,
+            after=lambda what: poison(engine),
+        )
+        assert engine.report().gpu_peak_bytes == engine.plan.estimate.gpu_bytes
+    cells.assert_same(outcome, plain)
+    parity_cell(("ctx", homes, strategy))
