@@ -83,11 +83,10 @@ def _of_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Iterator
     if is_traceable_wrapper_subclass(param):
         yield from _inner_tensors(name, param, param.numel())
         return
-    state = getattr(param, "quant_state", None)
-    packed = state is not None and hasattr(state, "absmax")
+    state = quant_state_of(param)
     scale = name.endswith("weight_scale_inv")
-    yield Part(name, param, None, "", math.prod(state.shape) if packed else 0 if scale else param.numel())
-    if packed:
+    yield Part(name, param, None, "", math.prod(state.shape) if state is not None else 0 if scale else param.numel())
+    if state is not None:
         yield Part(f"{name}.absmax", state.absmax, state, "absmax", 0)
         if state.nested:
             yield Part(f"{name}.nested_absmax", state.state2.absmax, state.state2, "absmax", 0)
@@ -98,6 +97,12 @@ def _of_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Iterator
             if isinstance(found := getattr(holder, "SCB", None), Tensor):
                 yield Part(f"{path}.SCB".lstrip("."), found, holder, "SCB", 0)
                 break
+
+
+def quant_state_of(param: Tensor) -> Any:
+    """What bitsandbytes knows of a 4-bit weight; None for other parameters."""
+    state = getattr(param, "quant_state", None)
+    return state if hasattr(state, "absmax") else None
 
 
 def _inner_tensors(name: str, wrapper: Tensor, num_weights: int) -> Iterator[Part]:
@@ -118,9 +123,9 @@ def attachments(module: nn.Module) -> Iterator[tuple[str, Any, str, Any]]:
         for part in found:
             if part.holder is not None:
                 yield part.name, part.holder, part.attribute, part.tensor
-        if (state := getattr(param, "quant_state", None)) is not None and found:
+        if (state := quant_state_of(param)) is not None:
             yield found[0].name, param, "quant_state", state
-            yield found[0].name, state, "state2", getattr(state, "state2", None)
+            yield found[0].name, state, "state2", state.state2
 
 
 _REPACKS = "support_avx512bf16_for_cpu"
@@ -149,7 +154,7 @@ def describe(module: nn.Module) -> list[Any]:
     ]
     for name, param in module.named_parameters(remove_duplicate=False):
         if type(param) is not nn.Parameter:
-            state = getattr(param, "quant_state", None)
+            state = quant_state_of(param)
             kept = {} if state is None else vars(state)
             plain = [f"{k}={v}" for k, v in kept.items() if isinstance(v, (bool, int, str, tuple, torch.dtype))]
             facts.append([name, type(param).__qualname__, *plain])
@@ -167,7 +172,7 @@ class LookupTable(NamedTuple):
 def lookup_tables(module: nn.Module) -> Iterator[LookupTable]:
     """The values that the codes of quantized weights and scales stand for."""
     for param in module.parameters():
-        state = getattr(param, "quant_state", None)
+        state = quant_state_of(param)
         for holder in (state, getattr(state, "state2", None)):
             if isinstance(code := getattr(holder, "code", None), Tensor):
                 yield LookupTable(holder, code)
