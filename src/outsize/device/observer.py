@@ -60,7 +60,15 @@ class _Hidden(NamedTuple):
 
 
 def _dequantized(
-    x: Tensor, packed: Tensor, shape: Sequence[int], absmax: Tensor, *_: Any, absmax_8bit: Tensor | None = None, **__: Any
+    x: Tensor,
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    quant_type: str,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    *_: Any,
 ) -> int:
     """`gemm_4bit` makes the whole weight in the dtype of x, and of nested scales two copies in fp32. On CUDA a fused
     kernel may do without, depending on the GPU, for at most 1,536 rows.
@@ -69,15 +77,22 @@ def _dequantized(
     return math.prod(shape) * x.element_size() + scales
 
 
-def _times_packed(x: Tensor, packed: Tensor, shape: Sequence[int], *_: Any, **__: Any) -> float:
+def _times_packed(x: Tensor, packed: Tensor, shape: Sequence[int], *_: Any) -> float:
     return 2.0 * x.numel() * shape[0]
 
 
-def _int8_product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> float:
+def _int8_product(a: Tensor, b: Tensor, *_: Any) -> float:
     return 2.0 * a.numel() * b.shape[0]
 
 
-def _int32_result(a: Tensor, b: Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> int:
+def _int32_result(
+    a: Tensor,
+    b: Tensor,
+    row_stats: Tensor,
+    col_stats: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> int:
     """`int8_scaled_mm`: the product in int32, and in fp16 if the result has another dtype."""
     numel = a.numel() // a.shape[-1] * b.shape[0]
     return numel * (4 if dtype in (None, torch.float16) else 6)
