@@ -77,9 +77,7 @@ def layer(model: nn.Module, index: int) -> Any:
 def test_all_weights_of_a_streamed_base_can_be_read_between_steps(case: Quantized, device: str) -> None:
     given = case.model()
     with cells.closing(streamed(case, device)) as engine:
-        for found, wanted in zip(
-            quantized.weights_of(engine.model), quantized.weights_of(given), strict=True
-        ):
+        for found, wanted in zip(quantized.weights_of(engine.model), quantized.weights_of(given), strict=True):
             assert torch.equal(dequantized(found), dequantized(wanted))
             assert torch.equal(dequantized(copy.deepcopy(found)), dequantized(wanted))
         parts = dict(named_parts(given))
@@ -152,7 +150,9 @@ def test_lookup_tables_are_one_copy_while_prepared() -> None:
 
 def test_parameters_are_counted_as_weights(nf4: Engine) -> None:
     """Packed bytes hold two weights each; scales are none."""
-    assert nf4.graph.num_params == sum(p.numel() for p in quantized.unquantized().parameters()) + nf4.graph.num_trainable
+    assert (
+        nf4.graph.num_params == sum(p.numel() for p in quantized.unquantized().parameters()) + nf4.graph.num_trainable
+    )
 
 
 def test_steps_increment_the_versions_of_what_they_update(nf4: Engine) -> None:

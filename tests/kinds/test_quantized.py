@@ -29,7 +29,9 @@ class QuantLinear(nn.Module):
 
 def _repacked() -> nn.Module:
     linear = bnb.nn.Linear4bit(64, 64, quant_type="nf4").to("cpu")
-    linear.weight.quant_state.packing_format_for_cpu = True  # as a forward in eval mode on a CPU with AVX512-BF16 leaves it
+    linear.weight.quant_state.packing_format_for_cpu = (
+        True  # as a forward in eval mode on a CPU with AVX512-BF16 leaves it
+    )
     return linear
 
 

@@ -10,9 +10,9 @@ import cells
 import pytest
 import quantized
 import torch
+from cells import Traced
 from quantized import Quantized
 from synthetic import make_homes
-from cells import Traced
 from torch import Tensor, nn
 
 from outsize.compat import without_dispatch_modes, without_torch_function

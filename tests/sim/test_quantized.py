@@ -50,9 +50,7 @@ def test_every_budget_matches_its_prediction_to_the_byte(case: Quantized, number
     with cells.closing(prepare(case, budget)) as engine:
         assert number > 0 or engine.plan.estimate.gpu_bytes == least
         assert (number == 0) <= any(homes.weights == "host" for homes in engine.plan.decision.homes)
-        found = cells.train(
-            engine.model, engine.optimizer, case.batches(), steps=STEPS, accumulate=1, engine=engine
-        )
+        found = cells.train(engine.model, engine.optimizer, case.batches(), steps=STEPS, accumulate=1, engine=engine)
         assert engine.report().gpu_peak_bytes == engine.plan.estimate.gpu_bytes <= budget
     outcome = cells.plain(case.model(), case.batches(), spec=case.spec, steps=STEPS) if number == 0 else None
     assert outcome is None or (found.losses, found.norms) == (outcome.losses, outcome.norms)

@@ -24,7 +24,9 @@ pytest.importorskip("torchao")
 
 
 def linear4bit(**how: Any) -> nn.Module:
-    return bnb.nn.Linear4bit(64, 96, **{"bias": True, "compute_dtype": torch.bfloat16, "quant_type": "nf4"} | how).to("cpu")
+    return bnb.nn.Linear4bit(64, 96, **{"bias": True, "compute_dtype": torch.bfloat16, "quant_type": "nf4"} | how).to(
+        "cpu"
+    )
 
 
 def facts(module: nn.Module) -> list[tuple[str, tuple[int, ...], str, int]]:
@@ -77,7 +79,10 @@ def test_a_weight_of_several_tensors_is_its_inner_tensors() -> None:
 
     model = nn.Sequential(nn.Linear(64, 96, bias=False)).to(torch.bfloat16).requires_grad_(False)
     quantize_(model, Int8WeightOnlyConfig())
-    assert facts(model)[:2] == [("0.weight.qdata", (96, 64), "int8", 96 * 64), ("0.weight.scale", (96, 1), "float32", 0)]
+    assert facts(model)[:2] == [
+        ("0.weight.qdata", (96, 64), "int8", 96 * 64),
+        ("0.weight.scale", (96, 1), "float32", 0),
+    ]
     ((name, weight, inner),) = wrappers(model)
     assert name == "0.weight" and {part.name for part in inner} == {n for n, _ in named_parts(model)}
     with without_torch_function():

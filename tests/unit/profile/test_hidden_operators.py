@@ -13,7 +13,9 @@ NAME = "outsize_tests::scaled"
 
 @pytest.fixture(scope="module", autouse=True)
 def operator() -> Iterator[None]:
-    scaled = torch.library.custom_op(NAME, lambda x, weight: x * weight, mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
+    scaled = torch.library.custom_op(
+        NAME, lambda x, weight: x * weight, mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor"
+    )
     scaled.register_fake(lambda x, weight: torch.empty_like(x))
     scaled.register_autograd(lambda ctx, grad: (grad, None))
     yield
