@@ -124,6 +124,10 @@ def dtype(_: str, value: Any, __: Mapping[str, Any]) -> Converted:
     return Converted(keys={"bf16": name not in ("float32", "fp32")})
 
 
+def gpu_memory_limit(_: str, value: Any, __: Mapping[str, Any]) -> Converted:
+    return Converted(keys={"gpu_memory": f"{value}GiB" if isinstance(value, int) else value})
+
+
 def chat_template(_: str, value: Any, given: Mapping[str, Any]) -> Converted:
     """The tokenizer's own is the default; `jinja` means `chat_template_jinja`."""
     is_default = value in ("tokenizer_default", "jinja") or given.get("chat_template_jinja")
