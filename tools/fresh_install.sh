@@ -18,7 +18,7 @@ $pip -c constraints.txt "torch==2.13.0+cpu" 2>/dev/null || $pip -c constraints.t
 # A copy is installed, so that the checkout stays as it is.
 mkdir "$folder/source"
 cp -r pyproject.toml setup.py README.md LICENSE src "$folder/source"
-$pip -c constraints.txt "$folder/source[lora,data,docs]"
+$pip -c constraints.txt "$folder/source[lora,data,prune,docs]"
 unset PYTHONPATH PYTHONHOME
 "$folder/venv/bin/outsize" --version
 if [ $# = 0 ]; then

@@ -199,6 +199,17 @@ def test_what_cannot_be_used_is_reported_by_its_key(tmp_path: Path, keys: dict[s
     refused(train(folders.write_run(tmp_path, **keys)), told)
 
 
+def test_a_tracker_that_is_not_installed_is_reported_with_the_keys_that_set_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refused(
+        train(folders.write_run(tmp_path, wandb_project="p")),
+        "pip install wandb",
+        "report_to, use_wandb, wandb_project",
+    )
+
+
 def test_packing_for_an_encoder_is_refused(tmp_path: Path) -> None:
     refused(
         train(folders.write_run(tmp_path, kind="t5", sample_packing=True)),

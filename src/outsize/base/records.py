@@ -21,7 +21,7 @@ from outsize.base.errors import ConfigError
 R = TypeVar("R")
 
 _NOUNS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", dict: "a mapping"}
-_SHOWN_CHARS, _SHOWN_PROBLEMS = 80, 8
+_SHOWN_CHARS, _SHOWN_PROBLEMS, _SHOWN_VALUES = 80, 8, 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +178,9 @@ class Reader:
         noun = "a mapping" if self.strict and dataclasses.is_dataclass(hint) else expected or _noun(hint)
         lists_values = origin is Literal and noun.startswith("one of")
         nearest = _nearest(data, map(str, args)) if lists_values and isinstance(data, str) else None
-        self.problems.append(f"{label}: {show(data)} is not {noun}{f'; did you mean {nearest}?' if nearest else '.'}")
+        is_found = nearest is not None and len(args) > _SHOWN_VALUES
+        known = f"; did you mean {nearest}?" if nearest else "."
+        self.problems.append(f"{label}: {show(data)} is {'unknown' if is_found else f'not {noun}'}{known}")
         return data
 
     def _ruled(self, hint: Any, rule: Rule, data: Any, label: str) -> Any:

@@ -16,7 +16,7 @@ from outsize.base.errors import ConfigError, OutsizeError, PlanInfeasible
 from outsize.base.units import show_bytes, show_enough, show_seconds
 from outsize.cli.legend import LEGEND
 from outsize.cli.options import MICRO_BATCH, SEQUENCE_LEN, require_file, update_mode
-from outsize.hardware.catalog import DEFAULT_HARDWARE, lookup
+from outsize.hardware.catalog import DEFAULT_HARDWARE, is_size, lookup
 from outsize.hub import require_model_path
 from outsize.run.shapes import require_one_of
 from outsize.schedule.render import busiest_lane
@@ -80,7 +80,8 @@ def plan(
     hardware: Annotated[
         str | None,
         typer.Option(
-            help="Machines of the catalog, separated by commas; a machine's YAML file; or a size.",
+            help="Machines of the catalog, separated by commas; a machine's YAML file; or a size, for an invented "
+            "machine with this much GPU memory.",
             show_default="rtx4090; with a run file, this machine's GPU",
         ),
     ] = None,
@@ -155,6 +156,12 @@ def plan(
         require_file(option, path)
     for name in names or []:
         lookup(name)  # check all names before the first plan
+        if is_size(name):
+            print(
+                f"note: {name} is an invented machine, whose rates are of no real GPU. For a real one, name it and add "
+                f"--gpu-memory {name} for this budget.",
+                file=sys.stderr,
+            )
     require_one_of(("lora", "osft"), adapter or "lora", "--adapter")
     if adapter != "lora" and (lora_r or lora_target_modules):
         raise ConfigError("--lora-r and --lora-target-modules have no effect without --adapter lora. Add it.")

@@ -50,7 +50,7 @@ _PLUGINS = (
     "spectrum", "grokfast", "densemixer", "lm_eval", "mora", "nemo_gym", "hatchery",
 )  # fmt: skip
 """Plugins of Axolotl (`axolotl.integrations.<name>`) that do nothing without keys of their own in the table."""
-_TRACKER_SWITCHES = {
+TRACKER_SWITCHES = {
     "use_wandb": "wandb", "wandb_project": "wandb", "use_mlflow": "mlflow", "mlflow_tracking_uri": "mlflow",
     "mlflow_experiment_name": "mlflow", "use_tensorboard": "tensorboard", "use_trackio": "trackio",
     "trackio_project_name": "trackio",
@@ -124,6 +124,10 @@ def dtype(_: str, value: Any, __: Mapping[str, Any]) -> Converted:
     return Converted(keys={"bf16": name not in ("float32", "fp32")})
 
 
+def gpu_memory_limit(_: str, value: Any, __: Mapping[str, Any]) -> Converted:
+    return Converted(keys={"gpu_memory": f"{value}GiB" if isinstance(value, int) else value})
+
+
 def chat_template(_: str, value: Any, given: Mapping[str, Any]) -> Converted:
     """The tokenizer's own is the default; `jinja` means `chat_template_jinja`."""
     is_default = value in ("tokenizer_default", "jinja") or given.get("chat_template_jinja")
@@ -138,7 +142,7 @@ def tokens(_: str, value: Any, __: Mapping[str, Any]) -> Converted:
 def tracker(key: str, value: Any, _: Mapping[str, Any]) -> Converted:
     if key in _RUN_NAMES:
         return Converted(keys={"run_name": value})
-    name = _TRACKER_SWITCHES.get(key)
+    name = TRACKER_SWITCHES.get(key)
     written = str(value).lower() if isinstance(value, bool) else str(value)
     variables = {} if key.startswith("use_") else {key.upper(): written}
     return Converted(keys={"report_to": [name]} if name else {}, environment=variables)

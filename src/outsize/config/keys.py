@@ -184,7 +184,8 @@ AXOLOTL: dict[str, OtherKey] = {
     **refused(_FIXED, "base_model_config cls_model_config overrides_of_model_kwargs revision_of_model "
               "added_tokens_overrides"),
     # Memory and kernels
-    **ignored("the plan decides what is where", "max_memory gpu_memory_limit lora_on_cpu layer_offloading "
+    **converted(convert.gpu_memory_limit, "`gpu_memory`; a number means GiB", "gpu_memory_limit"),
+    **ignored("the plan decides what is where", "max_memory lora_on_cpu layer_offloading "
               "selective_checkpointing ple_cpu_offload gc_steps gc_collect_steps "
               "experimental_skip_move_to_device qlora_sharded_model_loading"),
     **ignored("long rows run through MLPs and norms in tiles (tile_tokens)", "tiled_mlp tiled_mlp_*"),

@@ -79,7 +79,7 @@ Adapter = Annotated[
         expected="lora or osft. Weights are not quantized: for qlora, use lora; its bf16 base is streamed where needed"
     ),
 ]
-Bf16 = Annotated[bool, Rule(also=(("auto", True),))]
+Bf16 = Annotated[bool, Rule(also=(("auto", True), ("full", True)))]
 Tf32 = Annotated[bool | None, Rule(also=(("auto", None),))]
 ImageSize = Annotated[
     tuple[Count, ...],

@@ -372,6 +372,9 @@ def _guess(fields: dict[str, Any]) -> str:
     lower = {name.lower(): name for name in reversed(texts)}
     asked = next((lower[name] for name in _ASKING if name in lower), None)
     answered = next((lower[name] for name in _ANSWERING if name in lower), None)
+    if len(texts) == 2 and (asked or answered):
+        asked = asked or next(name for name in texts if name != answered)
+        answered = answered or next(name for name in texts if name != asked)
     if asked and answered:
         return (
             f"{asked!r} and {answered!r} look like an instruction and its answer: add "
@@ -379,7 +382,10 @@ def _guess(fields: dict[str, Any]) -> str:
         )
     if len(texts) == 1:
         return f"{texts[0]!r} looks like text: add `field: {texts[0]}` to this dataset."
-    return "Set `type`, and `field` or `field_messages`, of this dataset."
+    return (
+        "Add what they are to this dataset: `field: …` (text), `field_messages: …` (conversations) or "
+        "`type: {field_instruction: …, field_output: …}` (an instruction and its answer), each with a column."
+    )
 
 
 def _misspelled(fields: dict[str, Any]) -> str:

@@ -38,6 +38,11 @@ _TINY = HardwareSpec(
 )
 
 
+def is_size(name: str) -> bool:
+    """Whether the name stands for an invented machine."""
+    return name[:1].isdigit()
+
+
 def lookup(name: str) -> HardwareSpec:
     """The spec of a catalog name, a file or a size, in this order. Paths are relative to the working directory."""
     if not isinstance(name, str):
@@ -49,11 +54,10 @@ def lookup(name: str) -> HardwareSpec:
         return CATALOG[plain]
     if Path(name).suffix in (".yaml", ".yml") or len(Path(name).parts) > 1:
         return read_machine(name).spec
-    if name[:1].isdigit():
+    parts = [known for known in CATALOG if plain and plain in known]
+    if is_size(name) and not (plain.isdigit() and parts):
         return dataclasses.replace(_TINY, name=name, gpu_bytes=parse_bytes(name, name="device size"))
-    nearest = [known for known in CATALOG if plain and known.startswith(plain)] or difflib.get_close_matches(
-        plain, CATALOG, n=1, cutoff=0.5
-    )
+    nearest = parts or difflib.get_close_matches(plain, CATALOG, n=1, cutoff=0.5)
     hint = f" Did you mean {' or '.join(nearest)}?" if nearest else ""
     raise ConfigError(
         f"hardware {name!r} is unknown.{hint} Use a catalog name ({', '.join(CATALOG)}), a .yaml file (`outsize probe "

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from outsize.base.errors import ConfigError
+from outsize.base.log import log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +42,7 @@ def add_adapter(model: nn.Module, adapter: Adapter, **settings: Any) -> nn.Modul
     """Wrap the model in a PEFT model. `settings`: of `get_peft_model`."""
     peft, settings = _peft(), {"autocast_adapter_dtype": adapter.fp32, **settings}
     wrapped: nn.Module
+    _warn_of_missing(model, adapter.peft_config.target_modules)
     try:
         if adapter.folder is None:
             wrapped = peft.get_peft_model(model, adapter.peft_config, **settings)
@@ -54,6 +56,16 @@ def add_adapter(model: nn.Module, adapter: Adapter, **settings: Any) -> nn.Modul
             f"lora_target_modules: {found}. Name linear layers of the model{_linear_layers(model)}, or use "
             "lora_target_linear: true."
         ) from None
+
+
+def _warn_of_missing(model: nn.Module, targets: str | set[str] | None) -> None:
+    """PEFT refuses targets only if none is found. A string is a regex."""
+    if isinstance(targets, str) or not targets:
+        return
+    names = [f".{name}" for name, _ in model.named_modules()]
+    missing = sorted(target for target in targets if not any(name.endswith(f".{target}") for name in names))
+    if missing and len(missing) < len(targets):
+        log.warning("lora_target_modules: the model has no module %s; only the others get adapters", ", ".join(missing))
 
 
 _PEFT_ADVICE = "Please check the target modules and try again"

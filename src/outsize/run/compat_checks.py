@@ -10,6 +10,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from outsize.base.errors import ConfigError, ModelUnsupported
 from outsize.base.log import log
+from outsize.config.convert import TRACKER_SWITCHES
 from outsize.config.run import RunConfig
 from outsize.data.packing import PackedRows
 from outsize.data.rows import Rows
@@ -29,7 +30,10 @@ def make_trackers(names: list[str]) -> list[TrainerCallback]:
         try:
             made += [kind() for kind in get_reporting_integration_callbacks([name])]
         except (ImportError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"report_to: {name}: {first_line(error)}. Or remove it from report_to.") from None
+            keys = ["report_to", *(key for key, tracker in TRACKER_SWITCHES.items() if tracker == name)]
+            raise ConfigError(
+                f"report_to: {name}: {first_line(error)}. Or remove what sets it ({', '.join(keys)})."
+            ) from None
     return made
 
 

@@ -12,9 +12,10 @@ def create_repository(name: str) -> None:
     """Before training, so that a wrong name or a missing login is found then."""
     try:
         HfApi().create_repo(name, exist_ok=True)
-    except (OSError, ValueError) as error:  # errors of the hub are OSErrors
+    except Exception as error:  # of the hub, or of its HTTP library, which depends on its version
         raise ConfigError(
-            f"hub_model_id: {name} cannot be created ({first_line(error)}). Log in with `hf auth login`, or remove it."
+            f"hub_model_id: {name} cannot be created ({first_line(error)}). Check the network, log in with "
+            "`hf auth login`, or remove it."
         ) from None
 
 
@@ -22,7 +23,7 @@ def upload(folder: Path, name: str) -> None:
     """The files of the result, without checkpoints."""
     try:
         HfApi().upload_folder(repo_id=name, folder_path=folder, ignore_patterns=["checkpoint-*/**", ".*"])
-    except (OSError, ValueError) as error:
+    except Exception as error:
         raise SaveFailed(
             f"hub_model_id: the upload to {name} failed ({first_line(error)}). The result is complete in {folder}: run "
             f"`hf upload {name} {folder}`."

@@ -41,7 +41,7 @@ def prompt_format(prompts: Sequence[str | None]) -> tuple[str | None, str]:
     words = {None: "the chat template", INSTRUCTION: "the text as it is, without the chat template"}
     text = first or ""
     shown = words.get(first) or repr(text if len(text) <= _SHOWN_CHARS else f"…{text[-_SHOWN_CHARS:]}")
-    note = f"Prompts are single, in the format of the training data: {shown}."
+    note = f"Each prompt stands alone, in the format of the training data: {shown}."
     if len(prompts) > 1:
         note = f"The training data have {len(prompts)} prompt formats; prompts use the first: {shown}."
     return first, note if list(prompts) == [INSTRUCTION] else f"{note} {_RAW}"

@@ -137,6 +137,7 @@ def test_plan_says_what_lora_needs_where_full_training_does_not_fit(tmp_path: Pa
     args = ["plan", str(tmp_path), "--hardware", "64MiB", "--seq", "8", "--host-memory", "1GiB", "--gpu-memory"]
     result = runner.invoke(app, [*args, "9MiB"])
     assert result.exit_code == 2 and "It fits with LoRA (--adapter lora --lora-r 16" in result.stderr, result.stderr
+    assert "note: 64MiB is an invented machine" in result.stderr
     result = runner.invoke(app, [*args, "1MiB"])
     assert result.exit_code == 2 and "does not fit either" in result.stderr
 

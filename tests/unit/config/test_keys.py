@@ -72,7 +72,10 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
     [
         ({"bfloat16": True}, {"bf16": True}),
         ({"bf16": "auto", "torch_dtype": "bfloat16"}, {"bf16": True}),
+        ({"bf16": "full"}, {"bf16": True}),
         ({"dtype": "float32"}, {"bf16": False}),
+        ({"gpu_memory_limit": 20}, {"gpu_memory": "20GiB"}),
+        ({"gpu_memory_limit": "20GiB"}, {"gpu_memory": "20GiB"}),
         ({"saves_per_epoch": 2, "num_epochs": 4}, {"save_steps": 0.125}),
         ({"saves_per_epoch": 1}, {"save_steps": None}),
         ({"evals_per_epoch": 4, "val_set_size": 0.1}, {"eval_steps": 0.25, "evaluates": "steps"}),

@@ -240,9 +240,7 @@ def test_a_misspelled_key_is_one_line_and_what_it_would_have_said_is_not_missing
 
 def test_a_value_that_is_nearly_one_of_a_list_names_it() -> None:
     (kind, optimizer) = problems_of({**LEAST, "datasets": [{"path": "d", "type": "alpacca"}], "optimizer": "adamww"})
-    assert kind.startswith("datasets.0.type: 'alpacca' is not one of completion, ") and kind.endswith(
-        "; did you mean alpaca?"
-    )
+    assert kind == "datasets.0.type: 'alpacca' is unknown; did you mean alpaca?"  # not all of them
     assert optimizer == "optimizer: 'adamww' is not one of adamw, lion, sgd; did you mean adamw?"
 
 

@@ -101,7 +101,7 @@ def test_a_strategy_that_leaves_nothing_is_refused(tokenizer: Any, write_jsonl: 
 
 def test_columns_that_fit_no_kind_are_named(tokenizer: Any, write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl({"x": "1", "y": "2"})
-    with pytest.raises(DataError, match=r"data\.jsonl:1: its columns \(x, y\) fit no format\. Set `type`"):
+    with pytest.raises(DataError, match=r"data\.jsonl:1: its columns \(x, y\) fit no format\. Add .*`field: …`"):
         load(tokenizer, path)
 
 

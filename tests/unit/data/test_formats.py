@@ -194,6 +194,14 @@ def test_the_names_in_the_config_are_those_of_the_registry() -> None:
             r"'question' and 'answer' look like .*: add `type: \{field_instruction: question, field_output: answer\}`",
         ),
         (
+            {"question": "x", "long_answer": "y"},
+            r"'question' and 'long_answer' look like .*field_instruction: question, field_output: long_answer\}",
+        ),
+        (
+            {"text_a": "x", "text_b": "y"},
+            r"`field: …` \(text\), `field_messages: …` .* or `type: \{field_instruction: …",
+        ),
+        (
             {"instuction": "x", "input": "", "output": "y"},
             "'instuction' is near 'instruction' of `type: alpaca`: rename the column",
         ),

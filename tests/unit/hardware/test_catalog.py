@@ -56,6 +56,8 @@ def test_case_and_spaces_do_not_matter_and_a_prefix_is_completed() -> None:
     )
     with pytest.raises(ConfigError, match="Did you mean a100-40gb or a100-80gb"):
         lookup("a100")
+    with pytest.raises(ConfigError, match="Did you mean rtx4090"):
+        lookup("4090")
     with pytest.raises(ConfigError, match="hardware 24 is not a string"):
         lookup(24)  # type: ignore[arg-type]
 

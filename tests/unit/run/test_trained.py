@@ -49,6 +49,15 @@ def test_encoders_of_images_are_frozen() -> None:
     assert trained(model)
 
 
+def test_a_target_that_the_model_lacks_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("peft")
+    keys = config_of(adapter="lora", lora_target_modules=["q_proj", "mlp.up_proj", "k_porj"])
+    assert trained(adapt(Built(zoo.make("llama"), None), keys).model)
+    assert [record.getMessage() for record in caplog.records] == [
+        "lora_target_modules: the model has no module k_porj; only the others get adapters"
+    ]
+
+
 def test_adapters_are_made_by_regex_and_continued_from_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     regex = r"model.layers.[\d]+.self_attn.(q|v)_proj"
