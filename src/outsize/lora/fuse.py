@@ -4,7 +4,8 @@
 copied and pickled with its model, PEFT and others still find their own classes (`isinstance`), attributes such as
 `forward` stay free for wrappers (accelerate's hooks, our tiles), and setting the class back undoes everything. The
 subclass decides at each call whether its Function computes what the module computes in its current state, and runs the
-module's own forward otherwise: with merged, disabled or several adapters, DoRA, other dtypes, hooks on parts.
+module's own forward otherwise: with merged, disabled or several adapters, DoRA, other dtypes, hooks on parts, a base layer whose
+`forward` was replaced. A fused MLP does not call its projections, nor a `forward` that is set on one of them later.
 """
 
 import sys
