@@ -4,8 +4,9 @@
 copied and pickled with its model, PEFT and others still find their own classes (`isinstance`), attributes such as
 `forward` stay free for wrappers (accelerate's hooks, our tiles), and setting the class back undoes everything. The
 subclass decides at each call whether its Function computes what the module computes in its current state, and runs the
-module's own forward otherwise: with merged, disabled or several adapters, DoRA, other dtypes, hooks on parts, a base layer whose
-`forward` was replaced. A fused MLP does not call its projections, nor a `forward` that is set on one of them later.
+module's own forward otherwise: with merged, disabled or several adapters, DoRA, other dtypes, hooks on parts, a base
+layer whose `forward` was replaced. A fused MLP does not call its projections, nor a `forward` that is set on one of
+them later.
 """
 
 import sys
@@ -167,9 +168,13 @@ def _new(mixin: type, kind: type[nn.Module], gated: GatedMLP | None) -> nn.Modul
 
 
 def _own_class(module: nn.Module) -> type[nn.Module]:
-    is_fused = isinstance(module, _FusedProjection | _FusedMLP)
-    own: type[nn.Module] = type(module).__mro__[2] if is_fused else type(module)
+    own: type[nn.Module] = type(module).__mro__[2] if is_fused(module) else type(module)
     return own
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether the module reads the parameters of its parts without calling them, in most of its states."""
+    return isinstance(module, _FusedProjection | _FusedMLP)
 
 
 def _restore(module: nn.Module) -> None:
