@@ -523,6 +523,17 @@ def test_the_base_alone_reads_the_embedding_that_an_adapter_replaces() -> None:
         assert torch.equal(logits(engine.model, case), logits(case.base(), case))
 
 
+def test_fusing_a_prepared_model_is_refused() -> None:
+    case = CASES["lora-bf16"]
+    with cells.closing(prepare(case, "recompute")) as engine:
+        with pytest.raises(
+            EngineMisuse, match=r"fuse_lora: \S+lora_A.default.weight belongs to a prepared model.*detach"
+        ):
+            outsize.fuse_lora(engine.model)
+        model = engine.model
+    assert any(type(module).__name__ == "FusedQwen3MLP" for module in outsize.fuse_lora(model).modules())
+
+
 def test_merging_into_a_prepared_model_is_refused() -> None:
     case = CASES["lora"]
     with cells.closing(prepare(case, "recompute")) as engine, pytest.raises(EngineMisuse, match="detach"):

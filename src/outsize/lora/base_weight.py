@@ -31,7 +31,7 @@ class BaseWeight(Protocol):
         """The weight in this dtype, of shape (outputs, inputs)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DenseWeight:
     weight: Tensor
     is_quantized: bool = False
@@ -44,7 +44,7 @@ class DenseWeight:
         return self.weight.to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FourBitWeight:
     """Of bitsandbytes' `Linear4bit`."""
 

@@ -30,9 +30,11 @@ class LoraLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1:]
-        found = ctx.projection.backward(dy, x, ctx.mask, (a, b), wanted)
-        return None, None if found.x is None else found.x.view(x.shape), found.a, found.b
+        projection: Projection = ctx.projection
+        _, needs_x, *wanted = ctx.needs_input_grad
+        dlow, da, db = projection.adapter_gradients(dy, x, ctx.mask, (a, b), wanted)
+        dx = projection.input_gradient(dy, dlow, ctx.mask, a, x).view(x.shape) if needs_x else None
+        return None, dx, da, db
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ ACTIVATIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class GatedProjections:
     """A gated MLP in one call: down(activation(gate(x)) · up(x))."""
 
@@ -141,20 +143,22 @@ class _Down(torch.autograd.Function):
         x, gate, up, gate_a, gate_b, up_a, up_b, down_a, down_b = ctx.inner.saved_tensors
         gate_mask, up_mask, down_mask = ctx.masks
         _, _, _, *wants = ctx.needs_input_grad
-        needs_x, needs_gate, needs_up = ctx.needs_x, any(wants[0:2]), any(wants[2:4])
-        needs_hidden = needs_x or needs_gate or needs_up
         activation = ACTIVATIONS[mlp.activation]
         activated = activation.forward(gate)
         hidden = activated * up
-        of_down = mlp.down.backward(dy, hidden, down_mask, (down_a, down_b), (needs_hidden, *wants[4:6]))
+        of_down = mlp.down.adapter_gradients(dy, hidden, down_mask, (down_a, down_b), wants[4:6])
         del hidden
-        if of_down.x is None:
+        if not (ctx.needs_x or any(wants[:4])):
             return (None,) * 7 + of_down[1:]
-        d_hidden = of_down.x.view(gate.shape)
+        d_hidden = mlp.down.input_gradient(dy, of_down.low, down_mask, down_a, gate).view(gate.shape)
         d_up = activated.mul_(d_hidden)
         d_gate = d_hidden.mul_(up)
         activation.backward_into(d_gate, gate)
-        of_gate = mlp.gate.backward(d_gate, x, gate_mask, (gate_a, gate_b), (needs_x, *wants[0:2]))
-        of_up = mlp.up.backward(d_up, x, up_mask, (up_a, up_b), (needs_x, *wants[2:4]), of_gate.x)
-        dx = None if of_up.x is None else of_up.x.view(x.shape)
+        del gate, up
+        of_gate = mlp.gate.adapter_gradients(d_gate, x, gate_mask, (gate_a, gate_b), wants[0:2])
+        of_up = mlp.up.adapter_gradients(d_up, x, up_mask, (up_a, up_b), wants[2:4])
+        dx = None
+        if ctx.needs_x:
+            dx = mlp.gate.input_gradient(d_gate, of_gate.low, gate_mask, gate_a, x)
+            dx = mlp.up.input_gradient(d_up, of_up.low, up_mask, up_a, x, dx).view(x.shape)
         return None, None, dx, *of_gate[1:], *of_up[1:], *of_down[1:]

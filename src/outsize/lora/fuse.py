@@ -136,7 +136,7 @@ class _FusedMLP:
                 return None
             found.append(projection)
         gate, up, down = found
-        return GatedProjections(gate=gate, up=up, down=down, activation=gated.activation, up_first=gated.up_first)
+        return GatedProjections(gate, up, down, gated.activation, gated.up_first)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _reduced(self, _FusedMLP, super().__reduce_ex__(protocol))

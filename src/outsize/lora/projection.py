@@ -4,6 +4,7 @@ beside the results.
 `projection_of` decides whether a layer of PEFT computes exactly this in its current state.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,14 +54,14 @@ def _set_generator_state(device: torch.device, state: Tensor) -> None:
         torch.set_rng_state(state)
 
 
-class Gradients(NamedTuple):
-    x: Tensor | None
-    """Of the input, as rows."""
+class AdapterGradients(NamedTuple):
+    low: Tensor
+    """Of x Aᵀ, without the scaling."""
     a: Tensor | None
     b: Tensor | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Projection:
     weight: BaseWeight
     bias: Tensor | None
@@ -90,41 +91,38 @@ class Projection:
         # Not `view`: autograd refuses writes into views that a Function returns, and models write into projections.
         return unsafe_view(y, (*x.shape[:-1], y.shape[-1])), mask
 
-    def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        mask: Mask | None,
-        saved: tuple[Tensor, Tensor],
-        wanted: tuple[bool, bool, bool],
-        dx: Tensor | None = None,
-    ) -> Gradients:
-        """`saved`: A and B. `wanted`: of the input, A and B. `dx`: rows, to which the gradient of the input is added in
-        place.
-        """
+    def adapter_gradients(
+        self, dy: Tensor, x: Tensor, mask: Mask | None, saved: tuple[Tensor, Tensor], wanted: Sequence[bool]
+    ) -> AdapterGradients:
+        """`saved`: A and B. `wanted`: whether their gradients are."""
         a, b = (factor.to(self.dtype) for factor in saved)
         dy, da, db = _rows(dy), None, None
         dlow = dy @ b
-        if wanted[1] or wanted[2]:
+        if any(wanted):
             dropped = _rows(x if mask is None else mask.again(x))
             # With beta=0 the first argument has no effect: these are products times the scaling, in one kernel.
-            if wanted[1]:
+            if wanted[0]:
                 da = torch.addmm(a, dlow.t(), dropped, beta=0, alpha=self.scaling).to(self.a.dtype)
-            if wanted[2]:
+            if wanted[1]:
                 db = torch.addmm(b, dy.t(), dropped @ a.t(), beta=0, alpha=self.scaling).to(self.b.dtype)
-            del dropped
-        if wanted[0]:
-            weight = self.weight.dense(self.dtype)
-            dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
-            del weight
-            if mask is None:
-                dx.addmm_(dlow, a, alpha=self.scaling)
-            else:
-                part = (dlow @ a).view(x.shape)
-                if part.stride() != x.stride():  # masks are drawn in the order of memory
-                    part = torch.empty_like(x).copy_(part)
-                dx.add_(_rows(mask.again(part)), alpha=self.scaling)
-        return Gradients(dx, da, db)
+        return AdapterGradients(dlow, da, db)
+
+    def input_gradient(
+        self, dy: Tensor, dlow: Tensor, mask: Mask | None, a: Tensor, like: Tensor, dx: Tensor | None = None
+    ) -> Tensor:
+        """The gradient of the input, as rows. `like`: a tensor with the input's shape and strides. `dx`: rows, to which
+        the gradient is added in place.
+        """
+        dy, a = _rows(dy), a.to(self.dtype)
+        weight = self.weight.dense(self.dtype)
+        dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
+        del weight
+        if mask is None:
+            return dx.addmm_(dlow, a, alpha=self.scaling)
+        part = (dlow @ a).view(like.shape)
+        if part.stride() != like.stride():  # masks are drawn in the order of memory
+            part = torch.empty_like(like).copy_(part)
+        return dx.add_(_rows(mask.again(part)), alpha=self.scaling)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -138,50 +136,56 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def projection_of(layer: Any, given: torch.dtype, autocast: torch.dtype | None) -> Projection | str:
-    """What a LoRA layer of PEFT computes in its current state, or why its own forward must compute it.
+    """What a LoRA layer of PEFT computes in its current state, or why its own forward must compute it. Runs at every
+    call, so it is written to be fast.
 
     `given`: the dtype of its input. `autocast`: see `autocast_dtype`.
     """
-    if layer.disable_adapters or layer.merged:
+    if layer.disable_adapters or layer.merged_adapters:
         return "disabled or merged adapters"
-    active = layer.active_adapters
-    if len(active) != 1 or active[0] not in layer.lora_A:
+    active, parts = layer.active_adapters, layer._modules
+    factors_a: dict[str, Any] = parts["lora_A"]._modules
+    if len(active) != 1 or (name := active[0]) not in factors_a:
         return "none or several active adapters"
-    name = active[0]
     if name in layer.lora_variant:
         return f"{type(layer.lora_variant[name]).__name__}"
-    base, a, b, dropout = layer.base_layer, layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+    base, a, b = parts["base_layer"], factors_a[name], parts["lora_B"]._modules[name]
+    dropout = parts["lora_dropout"]._modules[name]
     if type(a) is not nn.Linear or type(b) is not nn.Linear or a.bias is not None or b.bias is not None:
         return "an adapter with biases, or of other layers"
-    if type(dropout) not in (nn.Dropout, nn.Identity):
-        return f"a dropout of type {type(dropout).__name__}"
-    if has_hooks(dropout) or any(has_hooks(part) or "forward" in part.__dict__ for part in (base, a, b)):
+    share, kind = 0.0, type(dropout)
+    if kind is nn.Dropout:
+        share = dropout.p if dropout.training else 0.0
+    elif kind is not nn.Identity:
+        return f"a dropout of type {kind.__name__}"
+    if has_hooks(dropout) or _is_changed(base) or _is_changed(a) or _is_changed(b):
         return "hooks on parts of the layer"
     weight = base_weight(base)
     if isinstance(weight, str):
         return weight
-    bias = base.bias
+    bias, a, b = base.bias, a.weight, b.weight
     if base.weight.requires_grad or (bias is not None and bias.requires_grad):
         return "a base that is trained"
-    dtype = autocast or given
-    share = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-    adapter_dtypes, base_dtype = {a.weight.dtype, b.weight.dtype}, weight.dtype or given
-    if autocast is None and {given, base_dtype} | adapter_dtypes != {dtype}:
-        return f"{_show(a.weight.dtype)} adapters over a {_show(base_dtype)} base"
-    if autocast is not None and (
-        not {given, base_dtype} | adapter_dtypes <= _CAST_BY_AUTOCAST
-        or (weight.is_quantized and {given, base_dtype} != {dtype})  # it returns the input's dtype
-        or (share and adapter_dtypes != {dtype})  # PEFT draws the mask in the adapter's dtype
+    dtype, base_dtype = autocast or given, weight.dtype or given
+    is_one_dtype = given is a.dtype is b.dtype is base_dtype is dtype
+    if not is_one_dtype and autocast is None:
+        return f"{_show(a.dtype)} adapters over a {_show(base_dtype)} base"
+    if not is_one_dtype and (
+        not {given, base_dtype, a.dtype, b.dtype} <= _CAST_BY_AUTOCAST
+        or (weight.is_quantized and not given is base_dtype is dtype)  # it returns the input's dtype
+        or (share and not a.dtype is b.dtype is dtype)  # PEFT draws the mask in the adapter's dtype
     ):
         return "other dtypes under autocast"
     if torch.is_grad_enabled():
-        if not (is_plain(a.weight) and is_plain(b.weight)):
+        if not (is_plain(a) and is_plain(b)):
             return "parameters that are read through __torch_function__"
     elif weight.is_quantized:
         return "a quantized base without grad, for which its library has kernels"
-    return Projection(
-        weight=weight, bias=bias, a=a.weight, b=b.weight, scaling=layer.scaling[name], dropout=share, dtype=dtype
-    )
+    return Projection(weight, bias, a, b, layer.scaling[name], share, dtype)
+
+
+def _is_changed(linear: nn.Module) -> bool:
+    return has_hooks(linear) or "forward" in linear.__dict__
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -78,11 +78,11 @@ def results(model: nn.Module, x: Tensor, *, forward: Callable[[Tensor], Tensor] 
     model.zero_grad()
     x = x.detach().requires_grad_(x.requires_grad)
     y = (forward or model)(x)
-    weights = torch.linspace(0.5, 1.5, y.shape[-1], dtype=y.dtype)
+    weights = torch.linspace(0.5, 1.5, y.shape[-1], dtype=y.dtype, device=y.device)
     (y * weights).sum().backward()
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     grads |= {"x": x.grad} if x.grad is not None else {}
-    return {"y": y.detach(), **grads, "drawn": torch.rand(1)}
+    return {"y": y.detach(), **grads, "drawn": torch.rand(1, device=y.device)}
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
