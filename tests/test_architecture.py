@@ -21,7 +21,8 @@ MAY_IMPORT: dict[str, str] = {
     "compat": "",  # private names of other libraries; for all but those without torch
     "config": "base model.offloading model.strategies optim.names",
     "hardware": "base config.source",  # a machine is a YAML file
-    "model": "base compat hub checkpoint.model_files checkpoint.tensorfile",  # weights are read from files
+    "lora": "base compat",
+    "model": "base compat hub lora checkpoint.model_files checkpoint.tensorfile",  # weights are read from files
     "device": "base compat hardware calibration.rates",
     "layout": "base model.graph",
     "schedule": "base hardware.lanes hardware.spec model.graph model.strategies model.work layout",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outsize import osft
     from outsize.forecast.forecast import plan
+    from outsize.lora.fuse import fuse_lora
     from outsize.methods.osft.method import OSFT
     from outsize.optim.adamw import AdamW
     from outsize.optim.lion import Lion
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from outsize.setup.prepare import prepare
 
 __all__ = [
-    "OSFT", "SGD", "AdamW", "Lion", "Pins", "enable_hidden_states_offload", "hidden_states_offload", "osft", "plan",
-    "prepare",
+    "OSFT", "SGD", "AdamW", "Lion", "Pins", "enable_hidden_states_offload", "fuse_lora", "hidden_states_offload",
+    "osft", "plan", "prepare",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _MODULES = {
     "Pins": "outsize.schedule.pins",
     "SGD": "outsize.optim.sgd",
     "enable_hidden_states_offload": "outsize.setup.activation_offload",
+    "fuse_lora": "outsize.lora.fuse",
     "hidden_states_offload": "outsize.setup.activation_offload",
     "plan": "outsize.forecast.forecast",
     "prepare": "outsize.setup.prepare",

@@ -93,6 +93,8 @@ parse_to = find("torch._C._nn._parse_to")
 
 # torch: operators without a public name.
 neg_view = find("torch._neg_view")
+unsafe_view = find("torch.ops.aten._unsafe_view")
+"""Another shape for a new tensor, which autograd does not take for a view."""
 
 
 def storage_id(storage: Any) -> int:

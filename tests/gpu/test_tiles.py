@@ -44,7 +44,7 @@ def test_tiles_compute_what_torch_computes_of_each_tile(name: str) -> None:
         assert torch.equal(torch.rand(2), after)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3", "lora"])
 def test_every_strategy_gives_the_bits_of_the_tiled_plain_loop(kind: str) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return model(**batch).loss  # type: ignore[no-any-return]

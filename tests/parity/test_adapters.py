@@ -7,6 +7,7 @@ Each case is a way of adapting a zoo model. It is trained under plans that have 
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import turns
 import zoo
 from cells import Outcome, Traced
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear as LoraLayer
 from safetensors.torch import load_file
 from synthetic import make_homes
 from torch import Tensor, nn
@@ -53,6 +55,8 @@ class Adapted:
     clip: bool = False
     autocast: bool = False
     update: UpdateMode = "after_step"
+    fused: bool = False
+    """With outsize.fuse_lora."""
 
     @property
     def spec(self) -> outsize.AdamW:
@@ -74,7 +78,7 @@ class Adapted:
                     "lora_B" in name or "lora_embedding_B" in name
                 ):  # fresh ones are zero, which gives the other factor no gradient
                     param.normal_(std=0.1)
-        return model.train()
+        return (outsize.fuse_lora(model) if self.fused else model).train()
 
     def batches(self) -> list[dict[str, Tensor]]:
         return cells.batches(self.kind, 3)
@@ -262,6 +266,132 @@ def test_factors_are_fp32_over_a_bf16_base_by_default() -> None:
         } == {torch.bfloat16}
 
 
+# --- fused layers
+
+
+FUSED = {
+    "llama": lora("llama", "all-linear", lora_dropout=0.2, how={"fp32_adapters": False, "clip": True}),
+    "gemma2": lora("gemma2", "all-linear", use_rslora=True, how={"fp32_adapters": False, "accumulate": 2}),
+    "qwen3": lora("qwen3", ATTENTION, lora_dropout=0.2, how={"dtype": torch.float32, "clip": True, "accumulate": 2}),
+    "autocast": lora("llama", "all-linear", how={"autocast": True, "dtype": torch.float32}),
+    "experts": lora("mixtral", ("q_proj", "o_proj"), lora_dropout=0.1, how={"fp32_adapters": False}),
+    "outside of layers": lora("llava", "all-linear", lora_dropout=0.1, how={"fp32_adapters": False, "accumulate": 2}),
+}
+"""Of each model, cells of FUSED_PLANS in turn: homes of the base, strategy, device."""
+HOMES = ("resident", "mixed", "streamed")
+STRATEGIES: tuple[Strategy, ...] = ("keep", "recompute", "offload", "swap")
+
+
+def base_at(graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace, *, homes: str, strategy: Strategy) -> Decision:
+    """Every second frozen chunk is streamed (`mixed`), or all, at the smallest number of slots."""
+
+    def home_of(index: int) -> str:
+        return "host" if homes == "streamed" or (homes == "mixed" and index % 2) else "gpu"
+
+    strategies = tuple(strategy if strategy in trace.strategies(v) else "keep" for v in range(len(graph.calls)))
+    assert strategies.count(strategy) >= 4, "each layer can have it"
+    return Decision(
+        homes=tuple(
+            make_homes("gpu", "gpu") if chunk.is_updated else make_homes(*2 * (home_of(i),))
+            for i, chunk in enumerate(layout.chunks)
+        ),
+        strategies=strategies,
+        depth=0,
+    )
+
+
+def fused_cells() -> list[Any]:
+    """All homes with all strategies, in turn with models and devices. `make test-all` runs the product."""
+    names, devices, found = [*FUSED], ("cpu", "sim"), []
+    for i, (homes, strategy) in enumerate(itertools.product(HOMES, STRATEGIES)):
+        chosen = names[(i + i // 4) % len(names)], devices[(i + i // 2) % 2]
+        for name, device in itertools.product(names, devices):
+            marks = [] if (name, device) == chosen else [pytest.mark.full]
+            found.append(pytest.param(name, homes, strategy, device, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "homes", "strategy", "device"), fused_cells())
+def test_a_fused_model_trains_as_the_same_model_does_in_plain_pytorch(
+    name: str, homes: str, strategy: Strategy, device: str, parity_cell: Callable[[object], None]
+) -> None:
+    case = dataclasses.replace(FUSED[name], fused=True)
+    engine = cells.prepare_by_hand(
+        case.model(),
+        zoo.batch(case.kind),
+        spec=case.spec,
+        device=machine() if device == "sim" else "cpu",
+        accumulate=case.accumulate,
+        chunk_bytes=CHUNK_BYTES,
+        budget=None if device == "sim" else cells.GiB,
+        traced=traced(case),
+        decision=functools.partial(base_at, homes=homes, strategy=strategy),
+    )
+    with cells.closing(engine):
+        found = train(case, engine)
+        assert device == "cpu" or engine.report().gpu_peak_bytes == engine.plan.estimate.gpu_bytes
+        evaluated = logits(engine.model, case)
+    cells.assert_same(found, plain(case)[1])
+    assert torch.equal(evaluated, logits(plain(case)[0], case))
+    assert {type(module).__name__ for module in engine.model.modules()} == {
+        type(module).__name__ for module in case.model().modules()
+    }
+    parity_cell((name, homes, strategy, device))
+
+
+class WeightOnContext(torch.autograd.Function):
+    """As other libraries' fused layers are: the weights are on `ctx`, not in `save_for_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+        ctx.weight, ctx.a, ctx.b, ctx.scaling = weight, a, b, scaling
+        ctx.save_for_backward(x)
+        return x @ weight.T + scaling * (x @ a.T) @ b.T
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        dlow, rows = ctx.scaling * dy @ ctx.b, x.flatten(0, -2)
+        da, db = dlow.flatten(0, -2).T @ rows, ctx.scaling * dy.flatten(0, -2).T @ (rows @ ctx.a.T)
+        return dy @ ctx.weight + dlow @ ctx.a, None, da, db, None
+
+
+def with_weights_on_context(case: Adapted) -> nn.Module:
+    """Each attention reads the weights of its projections without calling the base layers."""
+    model = case.model()
+
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        return WeightOnContext.apply(x, layer.base_layer.weight, a, b, layer.scaling["default"])
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.forward = functools.partial(forward, module)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize(("homes", "strategy"), [("mixed", "keep"), ("streamed", "recompute"), ("streamed", "swap")])
+def test_a_function_of_others_may_keep_weights_on_its_context(
+    homes: str, strategy: Strategy, parity_cell: Callable[[object], None]
+) -> None:
+    case = lora("llama", "all-linear", how={"fp32_adapters": False, "accumulate": 2, "clip": True})
+    how: dict[str, Any] = dict(spec=case.spec, accumulate=case.accumulate)
+    engine = cells.prepare_by_hand(
+        with_weights_on_context(case),
+        zoo.batch(case.kind),
+        device=machine(),
+        chunk_bytes=CHUNK_BYTES,
+        budget=None,
+        decision=functools.partial(base_at, homes=homes, strategy=strategy),
+        **how,
+    )
+    with cells.closing(engine):
+        assert any(home.weights == "host" for home in engine.plan.decision.homes)
+        found = train(case, engine)
+    cells.assert_same(found, cells.plain(with_weights_on_context(case), case.batches(), steps=STEPS, **how))
+    parity_cell((homes, strategy))
+
+
 # --- where things live
 
 
@@ -391,6 +521,17 @@ def test_the_base_alone_reads_the_embedding_that_an_adapter_replaces() -> None:
     case = CASES["lora-saved-embedding"]
     with cells.closing(prepare(case, "recompute")) as engine, engine.model.disable_adapter():
         assert torch.equal(logits(engine.model, case), logits(case.base(), case))
+
+
+def test_fusing_a_prepared_model_is_refused() -> None:
+    case = CASES["lora-bf16"]
+    with cells.closing(prepare(case, "recompute")) as engine:
+        with pytest.raises(
+            EngineMisuse, match=r"fuse_lora: \S+lora_A.default.weight belongs to a prepared model.*detach"
+        ):
+            outsize.fuse_lora(engine.model)
+        model = engine.model
+    assert any(type(module).__name__ == "FusedQwen3MLP" for module in outsize.fuse_lora(model).modules())
 
 
 def test_merging_into_a_prepared_model_is_refused() -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+import outsize
 from outsize.base.errors import ConfigError
 from outsize.config.read import read_config
 from outsize.run.assemble import assemble, training_arguments
@@ -63,7 +64,7 @@ def plain(yaml: Path, folder: Path) -> tuple[list[float], dict[str, torch.Tensor
     model = AutoModelForCausalLM.from_pretrained(config.base_model, dtype=torch.bfloat16)
     if config.adapter is not None:
         settings = peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
+        model = outsize.fuse_lora(peft.get_peft_model(model, settings, autocast_adapter_dtype=False))
     rows = [json.loads(line) for line in Path(config.datasets[0].path).read_text().splitlines()]
     trainer: Any = type("Plain", (trainers.WithReference, trl.DPOTrainer), {})(
         model=model,

@@ -17,6 +17,7 @@ from trainers import PlainTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from typer.testing import CliRunner
 
+import outsize
 from outsize.checkpoint.folder import checkpoints
 from outsize.cli.main import app
 from outsize.config.read import read_config
@@ -25,12 +26,15 @@ from outsize.data.build import load_rows
 from outsize.data.collate import Collator
 from outsize.run.assemble import training_arguments
 
+KERNELS = {"lora_mlp_kernel": "mlp", "lora_qkv_kernel": "qkv", "lora_o_kernel": "o"}
 CASES: dict[str, dict[str, Any]] = {
     "lora": dict(lora_target_linear=True, lora_dropout=0.1),
     "rslora": dict(lora_target_modules=["q_proj", "down_proj"], peft_use_rslora=True),
     "dora": dict(lora_target_modules=["v_proj"], peft_use_dora=True),
     "head": dict(lora_target_modules=["v_proj"], lora_modules_to_save=["lm_head"], kind="llama-untied"),
     "fp32": dict(lora_target_modules=["q_proj"], lora_fp32=True),
+    "mlp": dict(lora_target_linear=True, lora_qkv_kernel=False, lora_o_kernel=False),
+    "unfused": dict(lora_target_linear=True, lora_dropout=0.1, **dict.fromkeys(KERNELS, False)),
 }
 PLANS = (
     ["device=cpu"],
@@ -52,7 +56,7 @@ def run(*arguments: str) -> str:
             pytest.param(
                 case,
                 PLANS[1:] if case == "lora" else PLANS[i % 3 :][:1],
-                marks=pytest.mark.full if case == "rslora" else [],
+                marks=pytest.mark.full if case in ("rslora", "mlp") else [],
             )
             for i, case in enumerate(CASES)
         ),
@@ -88,6 +92,8 @@ def test_a_run_equals_plain_peft_under_its_plans_and_its_files_are_pefts(
         settings,
         autocast_adapter_dtype=config.lora_fp32,
     )
+    if parts := [part for key, part in KERNELS.items() if getattr(config, key)]:
+        outsize.fuse_lora(model, parts)
     plain = PlainTrainer(
         model=model,
         args=training_arguments(config, on_gpu=False),
@@ -114,6 +120,7 @@ def test_a_run_equals_plain_peft_under_its_plans_and_its_files_are_pefts(
             "target_modules": sorted(theirs["target_modules"]),
         }
         parity_cell((case, plan))
+    outsize.fuse_lora(model, parts=())
     # Stock PEFT reads it, and the merged model says the same as base and adapter.
     base = AutoModelForCausalLM.from_pretrained(config.base_model, dtype=torch.bfloat16)
     batch = zoo.batch("llama")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import cells
+import peft
 import pytest
 import torch
 import transformers
@@ -17,6 +18,7 @@ from cells import Cell, Outcome
 from torch import Tensor, nn
 from turns import in_turn
 
+import outsize
 from outsize.activation.tiles import Tiling
 from outsize.activation.tokenwise import TileSearch
 from outsize.device.sim import SimDevice
@@ -31,10 +33,14 @@ from outsize.schedule.plan import Decision
 
 TILE = 6
 """A batch has 16 tokens, so the last tile is shorter. T5's decoder has 8 tokens, which are not cut."""
-KINDS = ["llama", "qwen3", "gemma3", "gpt2", "mixtral", "t5"]
+KINDS = ["llama", "qwen3", "gemma3", "gpt2", "mixtral", "t5", "lora"]
 
 
 def make(kind: str, dtype: torch.dtype) -> nn.Module:
+    if kind == "lora":
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, init_lora_weights=False)
+        return outsize.fuse_lora(peft.get_peft_model(zoo.make("llama", dtype), config, autocast_adapter_dtype=False))
     if kind != "gemma3":
         return zoo.make(kind, dtype)
     torch.manual_seed(0)
@@ -53,7 +59,7 @@ def make(kind: str, dtype: torch.dtype) -> nn.Module:
 
 
 def batch(kind: str, seed: int = 0) -> dict[str, Tensor]:
-    return zoo.batch("llama" if kind == "gemma3" else kind, seed=seed)
+    return zoo.batch("llama" if kind in ("gemma3", "lora") else kind, seed=seed)
 
 
 def tiled_modules(model: nn.Module, inputs: dict[str, Any], tile: int = TILE) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from trainers import PlainTrainer
 from transformers import AutoModelForImageTextToText, AutoProcessor, set_seed
 from typer.testing import CliRunner
 
+import outsize
 from outsize.cli.main import app
 from outsize.config.read import read_config
 from outsize.run.assemble import training_arguments
@@ -106,7 +107,7 @@ def test_a_run_equals_a_plain_trainer_over_the_processors_own_batches(
     model = AutoModelForImageTextToText.from_pretrained(config.base_model, dtype=torch.bfloat16)
     if keys:
         settings = LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(model, settings, autocast_adapter_dtype=False)
+        model = outsize.fuse_lora(get_peft_model(model, settings, autocast_adapter_dtype=False))
     plain = PlainTrainer(
         model=model,
         args=training_arguments(config, on_gpu=False),

@@ -102,7 +102,8 @@ def find_attention(
 
         return around
 
-    inner = [(name, module) for name, module in layer.named_modules() if name]
+    # A linear layer calls no attention. Fused LoRA layers take one with a forward of its own for another library's.
+    inner = [(name, module) for name, module in layer.named_modules() if name and not isinstance(module, nn.Linear)]
     with _replaced_forwards((module, noting(name)) for name, module in inner), _Recording(recorded, note):
         yield
     _modules[layer] = tuple(found)

@@ -191,8 +191,8 @@ AXOLOTL: dict[str, OtherKey] = {
     **ignored("long rows run through MLPs and norms in tiles (tile_tokens)", "tiled_mlp tiled_mlp_*"),
     **ignored(
         "kernels that change speed and memory only; the loss is computed in chunks (chunked_loss)", "liger_* "
-        "cut_cross_entropy chunked_cross_entropy chunked_cross_entropy_num_chunks lora_mlp_kernel lora_qkv_kernel "
-        "lora_o_kernel lora_embedding_kernel flash_attn_* flash_optimum fused_attn_kernel flex_attn_compile_kwargs "
+        "cut_cross_entropy chunked_cross_entropy chunked_cross_entropy_num_chunks "
+        "lora_embedding_kernel flash_attn_* flash_optimum fused_attn_kernel flex_attn_compile_kwargs "
         "unsloth_* use_kernels use_scattermoe use_sonicmoe use_*_kernels experts_implementation expert_backend "
         "moe_* large_head_attention sdpa_varlen gemma4_hybrid_attn_impl heads_k_stride deepcompile",
     ),

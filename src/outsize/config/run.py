@@ -268,6 +268,12 @@ class RunConfig:
     """Modules that are fully trained in addition to the adapter."""
     lora_fp32: bool = False
     """Adapters in fp32 over a bf16 base, as PEFT makes them. False: in the base's dtype, with fp32 master weights."""
+    lora_mlp_kernel: bool = True
+    """Fuse the LoRA layers outside of attention, and gated MLPs as a whole (lora/fuse.py)."""
+    lora_qkv_kernel: bool = True
+    """Fuse the LoRA layers of attention, except its last linear layer."""
+    lora_o_kernel: bool = True
+    """Fuse the last linear layer of attention."""
     peft_use_rslora: bool = False
     peft_use_dora: bool = False
     osft_unfreeze_rank_ratio: Share | None = None

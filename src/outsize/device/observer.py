@@ -120,6 +120,7 @@ _FLOPS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _aten._grouped_mm: _grouped,
+    _aten.addmm_: flop_registry[_aten.addmm],
 }
 """Formulas that torch's own counter lacks."""
 _ATTENTION = {

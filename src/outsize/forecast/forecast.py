@@ -182,7 +182,7 @@ def plan(
         images: images per row, for vision models; their tokens are part of `sequence_len`. Default: 1. 0: text alone.
         image_size: height and width of an image in pixels, if the model takes any size.
         peft_config: a config of PEFT, such as `peft.LoraConfig(r=16, target_modules="all-linear")`: the adapter is
-            trained, in the model's dtype.
+            trained, in the model's dtype, with fused layers (`outsize.fuse_lora`).
 
     Raises:
         PlanInfeasible: with the smallest memory that would be enough.

@@ -7,6 +7,7 @@ from torch import nn
 
 from outsize.base.errors import ConfigError
 from outsize.base.log import log
+from outsize.lora.fuse import PARTS, Part, fuse_lora
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,14 +18,17 @@ class Adapter:
     """PEFT's default: adapter weights in fp32 over a bf16 base. False: in the base's dtype."""
     folder: str | None = None
     """Where its weights are. None: they are new."""
+    fused: tuple[Part, ...] = PARTS
+    """Its parts that run fused (lora/fuse.py)."""
 
 
-def lora(*, fp32: bool = False, **settings: Any) -> Adapter:
+def lora(*, fp32: bool = False, fused: tuple[Part, ...] = PARTS, **settings: Any) -> Adapter:
     """LoRA, by default on all linear layers except the output head. `settings`: of LoraConfig."""
-    return Adapter(peft_config=_peft().LoraConfig(**{"target_modules": "all-linear", **settings}), fp32=fp32)
+    config = _peft().LoraConfig(**{"target_modules": "all-linear", **settings})
+    return Adapter(peft_config=config, fp32=fp32, fused=fused)
 
 
-def saved_lora(folder: str, *, fp32: bool = False) -> Adapter:
+def saved_lora(folder: str, *, fp32: bool = False, fused: tuple[Part, ...] = PARTS) -> Adapter:
     """The adapter that was saved to a folder, to continue training it."""
     try:
         found = _peft().PeftConfig.from_pretrained(folder)
@@ -35,11 +39,11 @@ def saved_lora(folder: str, *, fp32: bool = False) -> Adapter:
     if found.peft_type != "LORA":
         raise ConfigError(f"lora_model_dir: {folder} has an adapter of type {found.peft_type}. Name one of LoRA.")
     found.inference_mode = False
-    return Adapter(peft_config=found, fp32=fp32, folder=folder)
+    return Adapter(peft_config=found, fp32=fp32, folder=folder, fused=fused)
 
 
 def add_adapter(model: nn.Module, adapter: Adapter, **settings: Any) -> nn.Module:
-    """Wrap the model in a PEFT model. `settings`: of `get_peft_model`."""
+    """Wrap the model in a PEFT model, and fuse its LoRA layers. `settings`: of `get_peft_model`."""
     peft, settings = _peft(), {"autocast_adapter_dtype": adapter.fp32, **settings}
     wrapped: nn.Module
     _warn_of_missing(model, adapter.peft_config.target_modules)
@@ -49,13 +53,13 @@ def add_adapter(model: nn.Module, adapter: Adapter, **settings: Any) -> nn.Modul
         else:
             settings |= {"config": adapter.peft_config, "is_trainable": True, "torch_device": "cpu"}
             wrapped = peft.PeftModel.from_pretrained(model, adapter.folder, **settings)
-        return wrapped
     except ValueError as error:
         found = _first_line(error).removesuffix(_PEFT_ADVICE).rstrip(". ")
         raise ConfigError(
             f"lora_target_modules: {found}. Name linear layers of the model{_linear_layers(model)}, or use "
             "lora_target_linear: true."
         ) from None
+    return fuse_lora(wrapped, adapter.fused)
 
 
 def _warn_of_missing(model: nn.Module, targets: str | set[str] | None) -> None:

@@ -39,6 +39,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from outsize.base.errors import ModelUnsupported
 from outsize.compat import next_node_number, node_number, peek_functorch, queue_backward_callback
 from outsize.model.discover import Layer
+from outsize.model.readers import readers
 from outsize.model.tensors import all_with_grad, with_grad
 
 
@@ -139,8 +140,8 @@ class BlockTracker:
         )
         root.forward = self._root_forward[0]
         inside = {id(module) for layer in layers for module in layer.module.modules()} | {id(root)}
-        for module in root.modules() if layers else ():
-            if id(module) not in inside and any(param is not None for param in module._parameters.values()):
+        for module in readers(root) if layers else ():
+            if id(module) not in inside:
                 self._handles.append(module.register_forward_hook(self._module_closes))
                 if not any(id(part) in inside for part in module.modules()):
                     self._handles.append(module.register_forward_pre_hook(self._module_opens, with_kwargs=True))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError
 from outsize.config.run import RunConfig
+from outsize.lora.fuse import PARTS
 from outsize.methods.osft.method import OSFT
 from outsize.model.adapter import Adapter, add_adapter, lora, saved_lora
 from outsize.model.build import Built, absolute_if_local
@@ -38,12 +39,15 @@ def adapt(built: Built, config: RunConfig) -> Built:
 
 def adapter_of(config: RunConfig, is_encoder_decoder: bool = False) -> Adapter:
     """The adapter that the config describes."""
+    kernels = {"mlp": config.lora_mlp_kernel, "qkv": config.lora_qkv_kernel, "o": config.lora_o_kernel}
+    fused = tuple(part for part in PARTS if kernels[part])
     if config.lora_model_dir is not None:
-        return saved_lora(config.lora_model_dir, fp32=config.lora_fp32)
+        return saved_lora(config.lora_model_dir, fp32=config.lora_fp32, fused=fused)
     given = config.lora_target_modules
     targets = given if isinstance(given, str) else list(given)  # PEFT takes a string as a regex
     return lora(
         fp32=config.lora_fp32,
+        fused=fused,
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,

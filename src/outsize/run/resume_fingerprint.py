@@ -43,11 +43,12 @@ _FREE = {
 _SPLIT = ("micro_batch_size", "gradient_accumulation_steps")
 _TOGETHER = ((*_SPLIT, "batch_size"), ("num_epochs", "max_steps"), ("warmup_steps", "warmup_ratio"))
 """Settings that express one thing: changing one with `--set` changes the others too."""
+_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
 _ON_REQUEST = {
     "micro_batch_size", "gradient_accumulation_steps", "num_epochs", "max_steps", "learning_rate", "lr_scheduler",
     "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
     "max_grad_norm", "nonfinite", "chunked_loss", "tile_tokens", "attn_implementation", "sdp_kernel",
-    "full_determinism", "tf32",
+    "full_determinism", "tf32", *_LORA_KERNELS,
 }  # fmt: skip
 
 
@@ -105,6 +106,8 @@ def require_resumable(checkpoint: Path, config: RunConfig) -> list[str]:
     with `--set`.
     """
     then, now = _read(checkpoint), _settings(config)
+    if config.adapter == "lora":
+        then = dict.fromkeys(_LORA_KERNELS, False) | then  # checkpoints of earlier versions do not have them
     theirs, mine = _split_in(then), Split(rows=now["micro_batch_size"], passes=now["gradient_accumulation_steps"])
     keeps_batch = theirs.rows * theirs.passes == mine.rows * mine.passes
     problems = [] if keeps_batch else [_another_batch(theirs, mine, f"{mine.rows * mine.passes} ({mine})")]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outsize.base.errors import OrderMismatch
 from outsize.model.graph import BlockGraph
-from outsize.model.parts import own_parts
+from outsize.model.readers import parts_read_by
 from outsize.schedule.actions import Action, Kind
 from outsize.schedule.placement import Placement
 
@@ -58,7 +58,7 @@ class CallPath:
         skipped.
         """
         if id(module) not in self._readers:
-            own = {id(part) for _, part in own_parts(module)}
+            own = {id(part) for part in parts_read_by(module)}
             users = [frozenset(self._graph.users[name]) for name, param in self._params.items() if id(param) in own]
             used = [calls for calls in users if calls]
             self._readers[id(module)] = (

@@ -22,7 +22,7 @@ from outsize.compat import without_torch_function
 from outsize.model.arguments import MovedArguments
 from outsize.model.block_tracker import BlockTracker
 from outsize.model.discover import Layer, layers_in_graph
-from outsize.model.parts import own_parts
+from outsize.model.readers import parts_read_by, readers
 from outsize.model.strategies import STRATEGY
 from outsize.model.tensors import with_grad
 from outsize.runtime.plan_runtime import PlanRuntime, RuntimeOwner
@@ -79,11 +79,7 @@ class TrainingHooks:
         # Modules outside layers load their own weights when they are called outside the model's forward (an encoder by
         # itself).
         inside = {id(m) for layer in self._layers for m in layer.module.modules()}
-        non_layer = (
-            m
-            for m in self._model.modules()
-            if id(m) not in inside and any(p is not None for p in m._parameters.values())
-        )
+        non_layer = (module for module in readers(self._model) if id(module) not in inside)
         self._non_layer_hooks = [module.register_forward_pre_hook(self._non_layer_module_runs) for module in non_layer]
         # Layers that the profiling run did not run, in lists of layers that it ran: no call loads their weights.
         stacks = {layer.stack for layer in self._layers}
@@ -198,7 +194,7 @@ class TrainingHooks:
             runtime = self._runtime
             if not self._tracker.is_open:
                 runtime.access.apply_user_writes()
-            runtime.executor.enter_unscheduled(runtime.store.chunks_with(part for _, part in own_parts(module)))
+            runtime.executor.enter_unscheduled(runtime.store.chunks_with(parts_read_by(module)))
 
     def run_layer(
         self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -197,6 +197,15 @@ def test_cost_counts_products_and_traffic_but_no_views() -> None:
     assert seen.seconds == seen.flops + seen.moved_bytes
 
 
+def test_a_product_in_place_has_the_flops_of_a_product() -> None:
+    seen = Observer()
+    seen.cost_of = lambda flops, moved: 0.0
+    a, b, c = torch.zeros(4, 8), torch.zeros(8, 16), torch.zeros(4, 16)
+    with seen:
+        c.addmm_(a, b, alpha=2)
+    assert seen.flops == 2 * 4 * 8 * 16
+
+
 def test_launches_are_weighted_by_their_cpu_time() -> None:
     seen = Observer()
     seen.cost_of = lambda flops, moved: 0.0

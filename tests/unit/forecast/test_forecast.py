@@ -67,8 +67,9 @@ def test_a_fake_trace_equals_a_real_one_to_the_byte(name: str, dtype: torch.dtyp
 
 
 ADAPTERS: list[Any] = [
-    dict(r=2, target_modules=["q_proj"], lora_dropout=0.1, modules_to_save=["lm_head"], fp32=True),
-    pytest.param(dict(r=4, lora_dropout=0.1), marks=pytest.mark.full),
+    dict(r=4, lora_dropout=0.1, modules_to_save=["lm_head"]),
+    pytest.param(dict(r=2, target_modules=["q_proj"], lora_dropout=0.1, fp32=True), marks=pytest.mark.full),
+    pytest.param(dict(r=4, lora_dropout=0.1, fused=()), marks=pytest.mark.full),
     pytest.param(dict(r=2, target_modules=["v_proj"], use_dora=True), marks=pytest.mark.full),
 ]
 
