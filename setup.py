@@ -1,5 +1,5 @@
-"""What pyproject.toml cannot say: the C kernels are compiled into the wheel if there is a compiler, and the README is the
-description.
+"""What pyproject.toml cannot say: the C kernels are compiled into the wheel if there is a compiler, and the README is
+the description.
 
 The kernels are libraries that ctypes loads (native/library.py), independent of Python. So one wheel per platform serves
 every Python version. CC names the compiler, also a cross compiler (`make wheels`).

@@ -1,9 +1,9 @@
 """4-bit quantization: the bytes of `bitsandbytes.functional.quantize_4bit` on the CPU, at a hundred times its speed.
 
-Blocks of 64 weights have one scale, their largest absolute value (`absmax`). A weight divided by it is rounded to one of
-16 values: its code is that of the highest threshold below it, and thresholds lie midway between the values. With double
-quantization the scales less their mean (`nested_offset`) are quantized too, to 8 bits in blocks of 256, whose scales are
-`nested_absmax`.
+Blocks of 64 weights have one scale, their largest absolute value (`absmax`). A weight divided by it is rounded to one
+of 16 values: its code is that of the highest threshold below it, and thresholds lie midway between the values. With
+double quantization the scales less their mean (`nested_offset`) are quantized too, to 8 bits in blocks of 256, whose
+scales are `nested_absmax`.
 """
 
 import math
@@ -45,8 +45,8 @@ def table(quant_type: str) -> Table:
 
 
 def quantize_4bit(weight: Tensor, packed: Tensor, quant_type: str, *, double: bool) -> Scales:
-    """Write the codes of a contiguous CPU tensor (bf16, fp16 or fp32) to `packed`, two per byte. A weight that is NaN or
-    infinite makes the scale of its block so.
+    """Write the codes of a contiguous CPU tensor (bf16, fp16 or fp32) to `packed`, two per byte. A weight that is NaN
+    or infinite makes the scale of its block so.
     """
     absmax = torch.empty(math.ceil(weight.numel() / BLOCK))
     found = kernel()

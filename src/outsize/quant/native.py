@@ -1,5 +1,5 @@
-"""The C kernel of 4-bit quantization. Without a compiler there is none, which is logged once, and `four_bit.py` computes
-the same bytes in torch. Calls release the GIL.
+"""The C kernel of 4-bit quantization. Without a compiler there is none, which is logged once, and `four_bit.py`
+computes the same bytes in torch. Calls release the GIL.
 """
 
 import ctypes
