@@ -19,7 +19,9 @@ class ParameterStore(Protocol):
     """Parameters and their optimizer state, by parameter name. Used while no transfer is in flight."""
 
     @property
-    def params(self) -> Mapping[str, nn.Parameter]: ...
+    def params(self) -> Mapping[str, Tensor]:
+        """Parameters, and the tensors that quantization attaches to them (model/parts.py)."""
+        ...
 
     @property
     def device(self) -> Device: ...

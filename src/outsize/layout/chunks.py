@@ -1,9 +1,9 @@
 """ChunkLayout: the chunk and offset of every parameter. Does not import torch.
 
-A chunk holds parameters that are used by the same calls, in forward and backward, of one dtype, and updated in the same
-way. A chunk therefore has one kind of master weights, one gradient and one optimizer state, and weight decay never
-applies to frozen parameters. Every parameter begins at a multiple of 256 bytes in its chunk, so that kernels see the
-same alignment under every plan.
+A chunk holds parameters that are used by the same calls, in forward and backward, and updated in the same way. A chunk
+that is updated has one dtype, and therefore one kind of master weights, one gradient and one optimizer state. A frozen
+chunk holds bytes, of parameters of any dtype. Weight decay never applies to frozen parameters. Every parameter begins
+at a multiple of 256 bytes in its chunk, so that kernels see the same alignment under every plan.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -20,6 +20,8 @@ DEFAULT_CHUNK_BYTES = 256 * 2**20
 """Large enough for full PCIe speed, small enough that the first load of a block arrives early."""
 
 
+BYTE = "uint8"
+"""The dtype of frozen chunks."""
 Updated = Literal["frozen", "weights", "coordinates"]
 """What the optimizer updates: nothing, the weights, or coordinates that the weights are made from
 (layout/coordinates.py)."""
@@ -27,7 +29,7 @@ Updated = Literal["frozen", "weights", "coordinates"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A parameter's range in its chunk."""
+    """A parameter's range in its chunk, in the chunk's elements: bytes if the chunk is frozen."""
 
     name: str
     offset: int
@@ -41,6 +43,7 @@ class Chunk:
     calls: tuple[int, ...]
     """The calls that use it, in forward order. More than one: tied weights, or a block that runs twice."""
     dtype: str
+    """Of its elements: BYTE if it is frozen, else that of its parameters."""
     updated: Updated
     numel: int
     """Number of elements, with padding."""
@@ -120,9 +123,8 @@ def pack(
     for name in ordered:
         param = graph.param[name]
         updated: Updated = "frozen" if not param.trainable else "coordinates" if name in in_coordinates else "weights"
-        groups.setdefault((graph.users[name] or last, graph.backward_users[name], param.dtype, updated), []).append(
-            name
-        )
+        dtype = BYTE if updated == "frozen" else param.dtype
+        groups.setdefault((graph.users[name] or last, graph.backward_users[name], dtype, updated), []).append(name)
 
     chunks: list[Chunk] = []
 
@@ -135,7 +137,7 @@ def pack(
         pieces: list[Piece] = []
         end = 0
         for name in names:
-            numel = graph.param[name].numel
+            numel = graph.param[name].nbytes // size
             step = aligned_numel(numel, dtype)
             if pieces and (end + step) * size > chunk_bytes:
                 add(calls, dtype, updated, end, pieces)

@@ -31,11 +31,14 @@ DTYPE_BYTES = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Param:
     name: str
-    """The first of its names in `named_parameters()`."""
+    """The first of its names in `named_parts()` (model/parts.py)."""
     shape: tuple[int, ...]
     dtype: str
     """Without the `torch.`: `bfloat16`."""
     trainable: bool
+    stands_for: int | None = None
+    """The number of the model's weights that it stores, if that is not the number of its elements: two per byte of a
+    4-bit weight, none for scales."""
 
     @property
     def numel(self) -> int:
@@ -51,6 +54,10 @@ class Param:
     @property
     def nbytes(self) -> int:
         return self.numel * DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_weights(self) -> int:
+        return self.numel if self.stands_for is None else self.stands_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,9 +80,9 @@ class BlockGraph:
     has_backward: tuple[bool, ...]
     """By call, as measured. False for a frozen prefix."""
     params: tuple[Param, ...]
-    """In the order of `named_parameters()`."""
+    """In the order of `named_parts()`."""
     buffer_bytes: int
-    """Buffers are resident on the device."""
+    """Buffers, and lookup tables of quantized weights, are resident on the device."""
     reads_outside_module: tuple[int, ...] = ()
     """Calls that read weights outside of the module that has them, in a region or after a layer: only the order of
     layers shows when.
@@ -128,8 +135,8 @@ class BlockGraph:
 
     @property
     def num_params(self) -> int:
-        return sum(p.numel for p in self.params)
+        return sum(p.num_weights for p in self.params)
 
     @property
     def num_trainable(self) -> int:
-        return sum(p.numel for p in self.params if p.trainable)
+        return sum(p.num_weights for p in self.params if p.trainable)

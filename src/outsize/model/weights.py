@@ -216,7 +216,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
-def bytes_of(param: nn.Parameter) -> torch.UntypedStorage:
+def bytes_of(param: Tensor) -> torch.UntypedStorage:
     """The part of the storage that a parameter spans: one storage may hold many. Copying a storage runs no operator
     that a meter would count.
     """

@@ -10,6 +10,7 @@ from torch import nn
 from outsize.compat import storage_id
 from outsize.model.discover import Layer
 from outsize.model.graph import Block, BlockGraph, Param
+from outsize.model.parts import Part, distinct_tables, named_parts, parts
 from outsize.profile.gradient_order import read_without_grad
 from outsize.profile.profiling_pass import ProfilingPass
 
@@ -24,14 +25,14 @@ def build_graph(
     side_outputs: Collection[int],
 ) -> BlockGraph:
     """`readers`: by id of a parameter, the calls that read it."""
-    params = dict(model.named_parameters())
+    params = dict(named_parts(model))
     names = {id(p): n for n, p in params.items()}
     labels = [block_name(layers, run.layer_of, call) for call in range(len(run.layer_of))]
     order = list(dict.fromkeys(labels))
     members: dict[str, dict[str, None]] = {label: {} for label in order}
     for label, layer in zip(labels, run.layer_of, strict=True):
         if layer is not None:
-            members[label].update(dict.fromkeys(names[id(p)] for p in layers[layer].module.parameters()))
+            members[label].update(dict.fromkeys(names[id(p)] for _, p in named_parts(layers[layer].module)))
     for name, param in params.items():
         for call in sorted(readers.get(id(param), ())):
             members[labels[call]].setdefault(name)
@@ -42,19 +43,28 @@ def build_graph(
         structure = layers[layer].structure if layer is not None else label
         blocks.append(Block(name=label, kind=kind, structure=structure, params=tuple(members[label])))  # type: ignore[arg-type]
     buffers = {storage_id(b.untyped_storage()): b.untyped_storage().nbytes() for b in model.buffers()}
+    tables = sum(table.nbytes for table in distinct_tables(model))
     graph = BlockGraph(
         blocks=tuple(blocks),
         calls=tuple(order.index(label) for label in labels),
         has_backward=tuple(run.representative(call) in run.backward for call in range(len(labels))),
-        params=tuple(
-            Param(name=n, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), trainable=p.requires_grad)
-            for n, p in params.items()
-        ),
-        buffer_bytes=sum(buffers.values()),
+        params=tuple(_param(part) for part in parts(model)),
+        buffer_bytes=sum(buffers.values()) + tables,
         reads_outside_module=tuple(sorted(reads_outside_module)),
         side_outputs=tuple(sorted(side_outputs)),
     )
     return replace(graph, without_grad=read_without_grad(model, graph, run))
+
+
+def _param(part: Part) -> Param:
+    tensor = part.tensor
+    return Param(
+        name=part.name,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        trainable=tensor.requires_grad,
+        stands_for=None if part.num_weights == tensor.numel() else part.num_weights,
+    )
 
 
 def block_name(layers: Sequence[Layer], layer_of: Sequence[int | None], call: int) -> str:

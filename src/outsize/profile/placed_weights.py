@@ -4,7 +4,7 @@ Only the weights of layers that run, and those outside of layers, are copied the
 afterwards.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from outsize.base.errors import ModelUnsupported
 from outsize.compat import detect_fake_mode, storage_id
 from outsize.device.device import Device
 from outsize.model.discover import Layer
+from outsize.model.parts import named_parts, parts_by_parameter, share_tables
 from outsize.model.weights import Weights, bytes_of, is_unmaterialized
 
 _MAX_COMPARED_BYTES = 4 * 2**20
@@ -25,15 +26,21 @@ class PlacedWeights:
     def __init__(self, model: nn.Module, device: Device, source: Weights | None):
         """`source`: where the values of unmaterialized parameters are read from."""
         self._model, self._device, self._source = model, device, source
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        self._originals: dict[nn.Parameter, Tensor] = {}
+        self._names = {id(p): name for name, p in named_parts(model)}
+        self._siblings: dict[int, list[Tensor]] = {}
+        """By id of a parameter or part: all parts. A call that reads one may read the others in evaluation."""
+        for _, param, parts in parts_by_parameter(model):
+            tensors = [part.tensor for part in parts]
+            self._siblings |= {id(tensor): tensors for tensor in (param, *tensors)}
+        self._originals: dict[Tensor, Tensor] = {}
         """The data of parameters that were copied to the device."""
-        self._saved: dict[nn.Parameter, torch.UntypedStorage] = {}
+        self._saved: dict[Tensor, torch.UntypedStorage] = {}
         """Values of parameters that were on the device already: a forward may write them."""
-        self._versions: dict[nn.Parameter, int] = {}
-        self._storages: dict[nn.Parameter, int] = {}
-        self._params_in_storage: dict[int, dict[nn.Parameter, None]] = {}
+        self._versions: dict[Tensor, int] = {}
+        self._storages: dict[Tensor, int] = {}
+        self._params_in_storage: dict[int, dict[Tensor, None]] = {}
         self._static: set[int] = set()
+        self._restore_tables: Callable[[], None] = lambda: None
         self.is_placing = False
         """Weights are being copied to the device, which reads them."""
 
@@ -42,18 +49,22 @@ class PlacedWeights:
         return storage_id(tensor.untyped_storage()) in self._static
 
     def parameters_in(self, tensor: Tensor) -> Collection[Tensor]:
-        """The parameters in whose memory a tensor lies."""
-        if isinstance(tensor, nn.Parameter):
-            return (tensor,)
+        """The parameters in whose memory a tensor lies, with all their parts."""
+        if isinstance(tensor, nn.Parameter) or id(tensor) in self._siblings:
+            return self._siblings.get(id(tensor), (tensor,))
         if tensor.layout != torch.strided:
             return ()
-        return self._params_in_storage.get(storage_id(tensor.untyped_storage()), ())
+        found = self._params_in_storage.get(storage_id(tensor.untyped_storage()), ())
+        return {sibling: None for param in found for sibling in self._siblings[id(param)]}
 
     def place(self, module: nn.Module) -> None:
         """Copy a module's weights to the device until profiling ends."""
+        self._place(part for _, part in named_parts(module))
+
+    def _place(self, params: Iterable[Tensor]) -> None:
         self.is_placing = True
         device = self._device.torch_device
-        for param in module.parameters():
+        for param in params:
             if is_unmaterialized(param):
                 self._originals[param] = param.data
                 assert self._source is not None
@@ -75,7 +86,7 @@ class PlacedWeights:
 
     @contextmanager
     def restored_at_end(self) -> Iterator[None]:
-        values = [(p, p.data) for p in self._model.parameters()]
+        values = [(p, p.data) for _, p in named_parts(self._model)]
         try:
             yield
         finally:
@@ -84,13 +95,16 @@ class PlacedWeights:
             for param, saved in self._saved.items():
                 if self._is_written(param):
                     bytes_of(param).copy_(saved)
+            self._restore_tables()
             for table in (self._originals, self._params_in_storage, self._saved, self._versions):
                 table.clear()
 
     def place_outside_of(self, layers: Sequence[Layer]) -> None:
-        """Copy the weights that are in no layer, and all buffers, to the device."""
-        inside = {id(p) for layer in layers for p in layer.module.parameters()}
-        self.place(nn.ParameterList([p for p in self._model.parameters() if id(p) not in inside]))
+        """Copy the weights that are in no layer, all lookup tables, and all buffers, to the device."""
+        inside = {id(p) for layer in layers for _, p in named_parts(layer.module)}
+        self._place([p for _, p in named_parts(self._model) if id(p) not in inside])
+        tables, self._restore_tables = share_tables(self._model, lambda t: t.to(self._device.torch_device))
+        self._static |= {storage_id(table.untyped_storage()) for table in tables}
         for buffer in self._model.buffers():
             buffer.data = buffer.data.to(self._device.torch_device)
         self._static |= {storage_id(b.untyped_storage()) for b in self._model.buffers()}
@@ -99,7 +113,7 @@ class PlacedWeights:
         """Refuse a model whose forward writes or replaces its parameters: they are views into the engine's buffers, and
         the new value would be lost.
         """
-        for name, param in self._model.named_parameters():
+        for name, param in named_parts(self._model):
             if param in self._storages and storage_id(param.untyped_storage()) != self._storages[param]:
                 raise ModelUnsupported(
                     f"{name}: the model's forward replaces the data of this parameter, which outsize keeps in a buffer "
@@ -113,7 +127,7 @@ class PlacedWeights:
                     "or write it between steps."
                 )
 
-    def _is_written(self, param: nn.Parameter) -> bool:
+    def _is_written(self, param: Tensor) -> bool:
         """Whether its values differ from before. The version alone does not show it: the same values may have
         been written (PEFT's parametrizations).
         """

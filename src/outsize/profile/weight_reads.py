@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.model.block_tracker import BlockTracker
+from outsize.model.parts import own_parts
 from outsize.profile.placed_weights import PlacedWeights
 from outsize.profile.profiling_pass import ProfilingPass
 from outsize.profile.sharing import HiddenReads
@@ -40,7 +41,7 @@ class WeightReads:
         layer = run.layer_of[-1]
         modules: list[nn.Module] = [*tracker.running_modules]
         modules += run.context.layers[layer].module.modules() if layer is not None else ()
-        return any(own is param for module in modules for own in module._parameters.values())
+        return any(own is param for module in modules for _, own in own_parts(module))
 
     def note_arguments(self, call: int, tensors: list[Tensor]) -> None:
         """A layer that has a view of a weight as an argument (half of an embedding table as positions) reads the

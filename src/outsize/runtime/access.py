@@ -5,7 +5,7 @@ The classes that redirect operators to it are in prepared_tensors.py: see [Note:
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from outsize.base.errors import EngineMisuse, StaleParameter
 from outsize.compat import without_torch_function
+from outsize.model.parts import rewrapped
 from outsize.runtime.gradients import Gradients
 from outsize.runtime.prepared_tensors import (
     Handle,
-    PreparedParameter,
+    PreparedPart,
     PreparedTensor,
     T,
     owner_of,
@@ -49,6 +50,7 @@ class ParameterAccess:
         self._store, self.gradients = store, gradients
         self._pass_state, self._drain = pass_state, drain
         self._before_write, self.before_grad = before_write, before_grad
+        self._wrappers = store.wrappers
         place = store.place
         moves = {
             piece.name
@@ -56,7 +58,9 @@ class ParameterAccess:
             if place.is_updated(chunk.index) or place.has_host_weights(chunk.index)
             for piece in chunk.pieces
         }
-        self._managed = [(p, type(p), prepared_class(type(p))) for name, p in store.params.items() if name in moves]
+        managed = [param for name, param in store.params.items() if name in moves]
+        managed += [wrapper for wrapper, parts in self._wrappers.values() if not moves.isdisjoint(parts)]
+        self._managed = [(param, type(param), prepared_class(type(param))) for param in managed]
         """Parameters with their two classes: in a pass, and between passes."""
         self._split = {
             piece.name
@@ -71,8 +75,12 @@ class ParameterAccess:
         """Tensors over weights that users may hold, by parameter."""
         self._exported: dict[str, tuple[Tensor, int]] = {}
         """The plain tensor of each parameter in the last state dict, with its version, which shows writes."""
-        for name, param in store.params.items():
+        for name, param in self._owned():
             set_owner(param, self, name)
+
+    def _owned(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._store.params.items()
+        yield from ((name, wrapper) for name, (wrapper, _) in self._wrappers.items())
 
     # Called by the engine around passes.
 
@@ -105,7 +113,7 @@ class ParameterAccess:
         self._exported.clear()
         for param, own_class, _ in self._managed:
             param.__class__ = own_class
-        for param in self._store.params.values():
+        for _, param in self._owned():
             remove_owner(param)
 
     # Called for the user.
@@ -135,6 +143,8 @@ class ParameterAccess:
 
     def weight(self, name: str) -> Tensor:
         """The memory that holds a parameter's value, as a tensor on the device."""
+        if name in self._wrappers:
+            return rewrapped(name, self._wrappers[name][0], self.weight)
         self.synchronize()
         self._touched.add(self._chunk_of(name))
         with torch.inference_mode(False):  # it may be written later
@@ -142,6 +152,8 @@ class ParameterAccess:
 
     def loaded_weight(self, name: str) -> Tensor | None:
         """The parameter's own memory on the device, if it holds the value now. For modules called by themselves."""
+        if name in self._wrappers:
+            return None
         index, store = self._chunk_of(name), self._store
         if index in self._touched or (
             store.place.streams(index) and store.slot_contents[store.place.slots.slot_of[index]] != index
@@ -201,7 +213,15 @@ class ParameterAccess:
                 self._store.clear_lower_halves(name, changed)
         return result
 
+    def _require_plain(self, name: str) -> None:
+        if name in self._wrappers:
+            raise EngineMisuse(
+                f"{name}: a quantized weight that consists of several tensors was written, and only these can be "
+                "written. Call engine.detach(), change the weight and prepare the model again."
+            )
+
     def _require_writable(self, name: str) -> None:
+        self._require_plain(name)
         self._store.require_elementwise(name)
         if self._pass_state() is EngineState.HELD:
             raise EngineMisuse(
@@ -242,13 +262,14 @@ class ParameterAccess:
 
     def replace_data(self, name: str, value: Tensor) -> None:
         """`p.data = value`: copies the value into the parameter's memory."""
+        self._require_plain(name)
         mine = self._store.params[name]
         is_weight = isinstance(value, PreparedTensor) and value.handle.kind == "weight"
         if isinstance(value, PreparedTensor) and is_weight and value.handle.name == name:
             value.handle.open()
             if value.data_ptr() == self._store.value(name, on_device=True).data_ptr() and value.shape == mine.shape:
                 return  # its own memory
-        if is_weight or isinstance(value, PreparedParameter):
+        if is_weight or isinstance(value, PreparedPart):
             raise EngineMisuse(
                 f"{name}.data: it was set to the memory of another prepared parameter. Copy the value "
                 "(p.data.copy_(q.data)); to tie two parameters, do so before outsize.prepare. A wrapper that takes "

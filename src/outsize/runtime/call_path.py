@@ -6,10 +6,11 @@ plan does not cover. The executor then walks its segment to that call.
 
 from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from outsize.base.errors import OrderMismatch
 from outsize.model.graph import BlockGraph
+from outsize.model.parts import own_parts
 from outsize.schedule.actions import Action, Kind
 from outsize.schedule.placement import Placement
 
@@ -24,7 +25,7 @@ def order_mismatch(graph: BlockGraph, what: str, expected: Action | None, found:
 
 
 class CallPath:
-    def __init__(self, place: Placement, params: Mapping[str, nn.Parameter]):
+    def __init__(self, place: Placement, params: Mapping[str, Tensor]):
         self._place, self._graph, self._params = place, place.graph, params
         self._calls_of: dict[str, list[int]] = {}
         for call in range(len(self._graph.calls)):
@@ -57,7 +58,7 @@ class CallPath:
         skipped.
         """
         if id(module) not in self._readers:
-            own = {id(param) for param in module._parameters.values()}
+            own = {id(part) for _, part in own_parts(module)}
             users = [frozenset(self._graph.users[name]) for name, param in self._params.items() if id(param) in own]
             used = [calls for calls in users if calls]
             self._readers[id(module)] = (

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from outsize.base.errors import EngineMisuse
 from outsize.model.caches import turn_caches_off, turn_caches_on
+from outsize.model.parts import own_parts
 from outsize.runtime.store import Store
 
 
@@ -39,7 +40,7 @@ class Patches:
             if hasattr(type(module), "merge") and hasattr(type(module), "unmerge"):
                 self._set(module, "merge", _refuse("merge", path))
                 self._set(module, "unmerge", _refuse("unmerge", path))
-            owned = {key: names[id(p)] for key, p in module._parameters.items() if p is not None}
+            owned = {key: names[id(part)] for key, part in own_parts(module)}
             if owned:
                 self._handles.append(module.register_state_dict_post_hook(self._reads(owned)))
                 self._handles.append(module.register_load_state_dict_pre_hook(_refuse_assign))
@@ -70,7 +71,8 @@ class Patches:
         def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             self._drain()
             for key, name in owned.items():
-                state[prefix + key] = self._export(name)
+                if prefix + key in state:  # bitsandbytes writes some parts in another form
+                    state[prefix + key] = self._export(name)
 
         return hook
 

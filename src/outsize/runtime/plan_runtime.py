@@ -15,6 +15,7 @@ from outsize.device.observer import push_mode, remove_mode
 from outsize.layout.chunks import ChunkLayout
 from outsize.model.batch import Measured, Signature, cut_into_tiles, of_unknown_kind
 from outsize.model.graph import BlockGraph
+from outsize.model.parts import share_tables
 from outsize.model.weights import Weights
 from outsize.optim.method import Method
 from outsize.runtime.access import ParameterAccess
@@ -91,6 +92,7 @@ class PlanRuntime:
         self._buffers = [(b, b.data) for b in model.buffers()]
         for buffer, data in self._buffers:
             buffer.data = device.keep(data)
+        tables, self._restore_tables = share_tables(model, device.keep)
         # Parameters of an added group are trained from the next re-plan on.
         group_of = {
             name: i
@@ -140,9 +142,8 @@ class PlanRuntime:
         adds_up = any(len(layout.chunks[chunk].calls) > 1 for chunk in self.place.updated)
         self._guards_backward = device.observes_by_mode or not adds_up
         self._arm_guard()
-        static = {
-            t.untyped_storage().data_ptr() for t in (*self.store.gpu.values(), *(b.data for b in model.buffers()))
-        }
+        resident = (*self.store.gpu.values(), *(b.data for b in model.buffers()), *tables)
+        static = {t.untyped_storage().data_ptr() for t in resident}
         self.is_static: Callable[[Tensor], bool] = lambda t: t.untyped_storage().data_ptr() in static
         self.path = CallPath(self.place, self.store.params)
         if planned.loss is not None:
@@ -196,6 +197,7 @@ class PlanRuntime:
         self.patches.undo()
         self.gradients.detach()
         self.store.release(keep=keep)
+        self._restore_tables()
         for buffer, data in self._buffers:
             buffer.data = data if torch.equal(data, buffer.data.to(data.device)) else data.copy_(buffer.data)
 

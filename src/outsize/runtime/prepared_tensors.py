@@ -1,4 +1,4 @@
-"""PreparedParameter and PreparedTensor: classes whose `__torch_function__` redirects operators to a parameter's home.
+"""PreparedPart and PreparedTensor: classes whose `__torch_function__` redirects operators to a parameter's home.
 
 [Note: Parameters between passes] A slot holds a streamed chunk only while a block that uses it runs. Between passes the
 memory behind a streamed parameter belongs to another chunk, and the host may still be updating weights. So between
@@ -7,17 +7,20 @@ of the parameter from Python: it waits for updates in flight and runs the operat
 instead. On CUDA that tensor maps the pinned home into the GPU's address space, so nothing is copied and writes reach
 the home. In a pass the class is `nn.Parameter` again. In the steady state this costs two class assignments per
 parameter and pass: with the check for exchanged parameters 0.48 ms a step for the 146 parameters of a 1B model (H200,
-benchmarks/results/between-steps-h200-2026-11-16.md).
+benchmarks/results/between-steps-h200-2026-11-16.md). Tensors that quantization attaches to a parameter (scales) have
+the class `PreparedPart`, in the same way. A tensor subclass that consists of other tensors (torchao) is over the homes
+of its inner tensors.
 
 `p.data`, `p.detach()` and views of them are `PreparedTensor`s: tensors over the same memory that synchronize in the
 same way and record writes. `p.grad` is a `PreparedTensor` over the gradient that waits for `step()`.
 """
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -57,15 +60,15 @@ class ParameterOwner(Protocol):
     def add_gradient_hook(self, name: str, register: Callable[[], Any]) -> Any: ...
 
 
-_OWNERS: dict[int, tuple["weakref.ref[nn.Parameter]", "weakref.ref[ParameterOwner]", str]] = {}
+_OWNERS: dict[int, tuple["weakref.ref[Tensor]", "weakref.ref[ParameterOwner]", str]] = {}
 """Parameters of prepared models, by id."""
 
 
-def set_owner(param: nn.Parameter, owner: ParameterOwner, name: str) -> None:
+def set_owner(param: Tensor, owner: ParameterOwner, name: str) -> None:
     _OWNERS[id(param)] = (weakref.ref(param), weakref.ref(owner), name)
 
 
-def remove_owner(param: nn.Parameter) -> None:
+def remove_owner(param: Tensor) -> None:
     _OWNERS.pop(id(param), None)
 
 
@@ -101,19 +104,45 @@ class Handle:
         )
 
 
-class PreparedParameter(nn.Parameter):
-    """A parameter of a prepared model while no pass runs. See [Note: Parameters between passes]."""
+class PreparedPart(Tensor):
+    """A parameter of a prepared model, or a tensor that quantization attaches to one (model/parts.py), while no pass
+    runs. See [Note: Parameters between passes].
+    """
+
+    own_class: ClassVar[type[Tensor]] = Tensor
+    """The class in passes."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs or {})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = memo[id(self)] = nn.Parameter(plain(self.data).clone(), self.requires_grad)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied = memo[id(self)] = self._copied(memo)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(plain(self.data).clone(), self.requires_grad).__reduce_ex__(protocol)
+        return self._copied({}).__reduce_ex__(protocol)
+
+    def _copied(self, memo: dict[int, Any]) -> Tensor:
+        """A copy of the class that this tensor has in passes."""
+        value = copy.deepcopy(plain(self))
+        return nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
+
+
+class PreparedParameter(PreparedPart, nn.Parameter):
+    """A PreparedPart whose class in passes is nn.Parameter, or a subclass of it."""
+
+    own_class = nn.Parameter
+
+    def _copied(self, memo: dict[int, Any]) -> Tensor:
+        value = plain(self.data).clone()
+        if self.own_class is nn.Parameter:
+            return nn.Parameter(value, self.requires_grad)
+        copied = value.as_subclass(self.own_class).requires_grad_(self.requires_grad)
+        copied.__dict__.update(  # as of bitsandbytes' Params4bit, which knows its module
+            {k: v if isinstance(v, nn.Module) else copy.deepcopy(v, memo) for k, v in vars(self).items()}
+        )
+        return copied
 
 
 class PreparedTensor(Tensor):
@@ -133,19 +162,27 @@ class PreparedTensor(Tensor):
         return plain(self).clone().__reduce_ex__(protocol)
 
 
+_KNOWN_OPERATORS = {"Params4bit"}
+"""Classes of bitsandbytes whose `__torch_function__` only passes attributes on to the results of `chunk` and `split`.
+Between passes the results are plain tensors of packed bytes."""
+
+
 @functools.cache
-def prepared_class(plain_class: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class of a parameter between passes, by its own class."""
-    if plain_class is nn.Parameter:
-        return PreparedParameter
-    if plain_class.__torch_function__ is not nn.Parameter.__torch_function__ or "__torch_dispatch__" in vars(
-        plain_class
+def prepared_class(own_class: type[Tensor]) -> type[PreparedPart]:
+    """The class of a parameter or part between passes, by its class in passes."""
+    if own_class in (Tensor, nn.Parameter):
+        return PreparedPart if own_class is Tensor else PreparedParameter
+    bases: tuple[type, ...] = (PreparedParameter, own_class)
+    if hasattr(own_class, "__tensor_flatten__"):  # operators run on a tensor of this class over the homes of its parts
+        bases = (PreparedPart, own_class)
+    elif own_class.__name__ not in _KNOWN_OPERATORS and (
+        own_class.__torch_function__ is not nn.Parameter.__torch_function__ or "__torch_dispatch__" in vars(own_class)
     ):
         raise ModelUnsupported(
-            f"Parameters of class {plain_class.__name__} define operators of their own, which a prepared parameter "
+            f"Parameters of class {own_class.__name__} define operators of their own, which a prepared parameter "
             "cannot keep. Prepare the model with plain nn.Parameters."
         )
-    return type(f"Prepared{plain_class.__name__}", (PreparedParameter, plain_class), {})
+    return type(f"Prepared{own_class.__name__}", bases, {"own_class": own_class})
 
 
 def prepared(memory: Tensor, handle: Handle) -> PreparedTensor:
@@ -158,12 +195,12 @@ def prepared(memory: Tensor, handle: Handle) -> PreparedTensor:
 
 def plain(tensor: Tensor) -> Tensor:
     """The same memory as an ordinary tensor, after the updates in flight."""
-    if isinstance(tensor, PreparedParameter) and (owner := owner_of(tensor)) is not None:
+    if isinstance(tensor, PreparedPart) and (owner := owner_of(tensor)) is not None:
         return owner[0].weight(owner[1])
     if isinstance(tensor, PreparedTensor):
         tensor.handle.open()
     with without_torch_function():
-        return tensor.as_subclass(Tensor) if isinstance(tensor, (PreparedTensor, PreparedParameter)) else tensor
+        return tensor.as_subclass(Tensor) if isinstance(tensor, (PreparedTensor, PreparedPart)) else tensor
 
 
 class _OutsideForward(torch.autograd.Function):
@@ -223,7 +260,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with without_torch_function():
         if func in functions.METADATA:
             return func(*args, **kwargs)
-        if isinstance(first, PreparedParameter) and (found := owner_of(first)) is not None:
+        if isinstance(first, PreparedPart) and (found := owner_of(first)) is not None:
             owner, key = found
             if func == functions.GRAD_GET:
                 return owner.gradient(key)
@@ -245,7 +282,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"torch.autograd.{name}: the gradients of prepared parameters are collected by the engine. Call "
                 "loss.backward() and read p.grad."
             )
-        if name in functions.REBINDS and isinstance(first, (PreparedTensor, PreparedParameter)):
+        if name in functions.REBINDS and isinstance(first, (PreparedTensor, PreparedPart)):
             raise EngineMisuse(f"{name}: a prepared parameter keeps its memory. Call engine.detach() first.")
         return _run(func, name, args, kwargs)
 
@@ -256,7 +293,7 @@ def _run(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     sources: dict[int, _Source] = {}
     for tensor in functions.tensors_among((args, kwargs)):
         if (
-            isinstance(tensor, (PreparedTensor, PreparedParameter))
+            isinstance(tensor, (PreparedTensor, PreparedPart))
             and id(tensor) not in sources
             and (source := _source(tensor, func, is_target=id(tensor) in targets)) is not None
         ):

@@ -22,6 +22,7 @@ from outsize.base.errors import BadFile, EngineMisuse, ModelUnsupported
 from outsize.checkpoint.ranges import Ranges, memory_order
 from outsize.compat import without_torch_function
 from outsize.device.device import Device
+from outsize.model.parts import attachments, named_parts, wrappers
 from outsize.model.weights import Weights, is_unmaterialized, require_finite, unmaterialized_like
 from outsize.optim.split import join
 from outsize.optim.state import split_state
@@ -48,7 +49,11 @@ class Store:
         """
         self._check_finite = check_finite
         self.place, self.device = place, device
-        self.params = dict(model.named_parameters())
+        self.params = dict(named_parts(model))
+        """Parameters, and the tensors that quantization attaches to them (model/parts.py)."""
+        self.wrappers = {name: (param, {part.name for part in found}) for name, param, found in wrappers(model)}
+        """By name: parameters that consist of other tensors, with the names of these parts. They have no memory."""
+        self._attached = list(attachments(model))
         self._tables = [(path, m._parameters, dict(m._parameters)) for path, m in model.named_modules()]
         """Path, table of parameters and its entries, of each module."""
         self._children = [(path, m._modules, dict(m._modules)) for path, m in model.named_modules() if m._modules]
@@ -126,8 +131,10 @@ class Store:
         if buffer[0] in _GRADIENTS:
             return self._updated_part(flat, name)
         _, piece = self.place.layout.location[name]
-        part = flat[piece.offset : piece.offset + piece.numel]
-        return Ranges(self.place.graph.param[name].shape, self._strides[name], ((part, 0),))
+        param = self.place.graph.param[name]
+        dtype: torch.dtype = getattr(torch, param.dtype)
+        part = flat[piece.offset : piece.offset + piece.numel].view(dtype)  # the elements of a frozen chunk are bytes
+        return Ranges(param.shape, self._strides[name], ((part, 0),))
 
     def _updated_part(self, flat: Tensor, name: str) -> Ranges:
         """A parameter's part of its chunk's gradient, or of a state tensor."""
@@ -175,7 +182,7 @@ class Store:
     def _as_state(self, index: int, buffer: Tensor) -> tuple[list[Tensor], Tensor | None]:
         return split_state(buffer, self.place.update_of(index))
 
-    def chunks_with(self, params: Iterable[nn.Parameter | None]) -> tuple[int, ...]:
+    def chunks_with(self, params: Iterable[Tensor]) -> tuple[int, ...]:
         ids = {id(p) for p in params}
         return tuple({self.place.layout.location[name][0] for name, p in self.params.items() if id(p) in ids})
 
@@ -312,6 +319,9 @@ class Store:
             for key, param in params.items():
                 if own.get(key) is not param:
                     return f"{path}.{key}".lstrip(".")
+        for name, holder, attribute, value in self._attached:
+            if getattr(holder, attribute, None) is not value:
+                return name
         for path, now, before in self._children:
             for key, module in now.items():
                 if module is not None and before.get(key) is not module:
@@ -346,13 +356,13 @@ class Store:
         self._mapped.clear()
 
 
-def _make_plain(param: nn.Parameter, value: Tensor) -> None:
+def _make_plain(param: Tensor, value: Tensor) -> None:
     """Give a parameter ordinary CPU memory with this value."""
     with torch.no_grad():
         param.data = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
 
 
-def _permuted_stride(name: str, param: nn.Parameter) -> tuple[int, ...] | None:
+def _permuted_stride(name: str, param: Tensor) -> tuple[int, ...] | None:
     """None for a contiguous parameter, its strides for a permuted one."""
     if param.is_contiguous():
         return None

@@ -22,6 +22,7 @@ from outsize.compat import without_torch_function
 from outsize.model.arguments import MovedArguments
 from outsize.model.block_tracker import BlockTracker
 from outsize.model.discover import Layer, layers_in_graph
+from outsize.model.parts import own_parts
 from outsize.model.strategies import STRATEGY
 from outsize.model.tensors import with_grad
 from outsize.runtime.plan_runtime import PlanRuntime, RuntimeOwner
@@ -197,7 +198,7 @@ class TrainingHooks:
             runtime = self._runtime
             if not self._tracker.is_open:
                 runtime.access.apply_user_writes()
-            runtime.executor.enter_unscheduled(runtime.store.chunks_with(module._parameters.values()))
+            runtime.executor.enter_unscheduled(runtime.store.chunks_with(part for _, part in own_parts(module)))
 
     def run_layer(
         self, call: int, layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

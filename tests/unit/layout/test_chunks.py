@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.base.records import dumps, fingerprint, loads
-from outsize.layout.chunks import ALIGN_BYTES, ChunkLayout, pack
+from outsize.layout.chunks import ALIGN_BYTES, BYTE, ChunkLayout, pack
 from outsize.model.graph import DTYPE_BYTES, Block, BlockGraph, Param
 from outsize.optim.adamw import RULE
 
@@ -69,7 +69,8 @@ def test_any_graph_is_packed_without_gap_overlap_or_mixture(
             param = graph.param[piece.name]
             assert piece.offset * size % ALIGN_BYTES == 0
             assert 0 <= piece.offset - end < ALIGN_BYTES // size, "no overlap, and no more padding than alignment asks"
-            assert (piece.numel, chunk.dtype, chunk.is_updated) == (param.numel, param.dtype, param.trainable)
+            assert (piece.numel * size, chunk.is_updated) == (param.nbytes, param.trainable)
+            assert chunk.dtype == (param.dtype if param.trainable else BYTE)
             assert chunk.calls == (graph.users[piece.name] or (len(order) - 1,))
             end = piece.offset + piece.numel
         assert 0 <= chunk.numel - end < ALIGN_BYTES // size
@@ -105,14 +106,16 @@ def test_c1_parameters_begin_at_multiples_of_256_bytes_whatever_their_dtype() ->
         Spec(3, "float32"),
         Spec(5, "float32"),
         Spec(7, "uint8", trainable=False),
-        Spec(9, "uint8", trainable=False),
+        Spec(9, "bfloat16", trainable=False),
+        Spec(65, "float32", trainable=False),
+        Spec(1, "float8_e4m3fn", trainable=False),
     ]
     layout = pack(graph_of(wanted))
     assert [(chunk.dtype, [piece.offset for piece in chunk.pieces], chunk.nbytes) for chunk in layout.chunks] == [
         ("bfloat16", [0, 128], 512),
         ("float32", [0, 64], 512),
-        ("uint8", [0, 256], 512),
-    ]
+        ("uint8", [0, 256, 512, 1024], 1280),
+    ], "frozen parameters of any dtype share a chunk, which holds bytes"
 
 
 def test_c2_frozen_and_trainable_parameters_never_share_a_chunk_and_frozen_ones_have_no_state() -> None:
