@@ -25,6 +25,7 @@ DTYPE_BYTES = {
     "bool": 1,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
 }
 
 
