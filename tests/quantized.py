@@ -1,88 +1,164 @@
-"""Small quantized models: from transformers, and as outsize reads them."""
+"""Quantized bases with LoRA adapters, made in memory, for tests. Their libraries are optional: tests import them with
+pytest.importorskip.
+"""
 
-from pathlib import Path
-from typing import Any
+import dataclasses
+import functools
+import logging
+from typing import Any, Literal
 
+import cells
 import torch
-import transformers
+from cells import Outcome, Traced
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from outsize.model.build import Built, build_model
-from outsize.model.parts import named_parts
-from outsize.model.weights import is_unmaterialized
-from outsize.quant.settings import Quantization
+import outsize
+from outsize.device.sim import SimDevice
+from outsize.hardware.catalog import lookup
+from outsize.model.discover import find_layers
+from outsize.profile import cache
 
-BF16 = torch.bfloat16
-CONFIG = dict(
-    hidden_size=64, intermediate_size=144, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=96, max_position_embeddings=64, attention_bias=True,
-)  # fmt: skip
-"""Some weights have no whole number of blocks, for scales and for scales of scales."""
-IDS = torch.arange(22).view(2, 11) * 3 % 96
+VOCAB, TOKENS = 128, 32
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=VOCAB,
+    max_position_embeddings=64,
+    attention_bias=True,
+    attention_dropout=0.1,
+)
+Quantization = Literal["nf4-double", "nf4", "fp4", "torchao-int8"]
+PART_NAMES = {
+    "nf4-double": (".absmax", ".nested_absmax", ".nested_offset"),
+    "nf4": (".absmax",),
+    "fp4": (".absmax", ".nested_absmax", ".nested_offset"),
+    "torchao-int8": (".qdata", ".scale", ".zero_point"),
+}
+"""Ends of the names of what a quantized weight has beside its packed bytes."""
 
 
-def bf16_folder(folder: Path, kind: Any = transformers.LlamaForCausalLM, config: Any = None, **changes: Any) -> Path:
+def _to_4bit(model: nn.Module, quant_type: str, *, double: bool) -> None:
+    import bitsandbytes as bnb
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    for path, module in list(model.named_modules()):
+        if type(module) is not nn.Linear:
+            continue
+        made = bnb.nn.Linear4bit(
+            module.in_features,
+            module.out_features,
+            bias=module.bias is not None,
+            compute_dtype=torch.bfloat16,
+            compress_statistics=double,
+            quant_type=quant_type,
+        )
+        made.weight.data = module.weight.data
+        made.bias = module.bias
+        made.support_avx512bf16_for_cpu = False  # a plain model would repack its weights in eval mode, with other bits
+        model.set_submodule(path, made.to("cpu"))
+
+
+def quantize(model: nn.Module, quantization: Quantization) -> None:
+    """Quantize all linear layers of a module in place."""
+    if quantization == "torchao-int8":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(model.requires_grad_(False), Int8WeightOnlyConfig())
+    else:
+        _to_4bit(model, quantization.partition("-")[0], double=quantization != "nf4")
+
+
+def unquantized() -> nn.Module:
     torch.manual_seed(0)
-    model = kind(config or transformers.LlamaConfig(**{**CONFIG, **changes})).to(BF16)
-    for param in model.parameters():  # biases are zeros otherwise
-        if param.ndim == 1:
-            param.data += torch.randn_like(param) * 0.1
-    model.save_pretrained(folder)
-    return folder
+    return LlamaForCausalLM(CONFIG).to(torch.bfloat16)
 
 
-def of_transformers(folder: Path, **settings: Any) -> Any:
-    """As transformers reads it, in training mode: in eval mode bitsandbytes computes otherwise on some CPUs."""
-    config = transformers.BitsAndBytesConfig(bnb_4bit_compute_dtype=BF16, **settings) if settings else None
-    given = {} if config is None else {"quantization_config": config}
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=BF16, device_map="cpu", **given)
-    return model.train()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """A Llama with a quantized base and bf16 LoRA adapters; embeddings, head and norms stay bf16."""
+
+    quantization: Quantization
+
+    @property
+    def spec(self) -> outsize.AdamW:
+        return outsize.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=cells.MAX_GRAD_NORM)
+
+    def base(self) -> nn.Module:
+        model = unquantized()
+        model.generation_config.pad_token_id = 0
+        quantize(model.model, self.quantization)
+        return model
+
+    def model(self) -> nn.Module:
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        model = get_peft_model(
+            self.base(), LoraConfig(r=4, target_modules=targets, lora_dropout=0.1), autocast_adapter_dtype=False
+        )
+        torch.manual_seed(1)
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.data = torch.randn(param.shape).mul(0.1).to(torch.bfloat16)
+        return model.train()
+
+    def batches(self) -> list[dict[str, Tensor]]:
+        return [batch(seed) for seed in range(3)]
 
 
-def materialized(built: Built) -> Any:
-    """With the values of all parts, in the order in which an engine reads them."""
-    with torch.no_grad():
-        for name, part in named_parts(built.model):
-            if is_unmaterialized(part):
-                assert built.weights is not None
-                data = torch.empty(part.shape, dtype=part.dtype)
-                built.weights.read_into(name, data)
-                part.data = data
-    if built.weights is not None:
-        built.weights.close()
-    return built.model
+def batch(seed: int = 0) -> dict[str, Tensor]:
+    ids = torch.randint(1, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(seed))
+    return dict(input_ids=ids, labels=ids)
 
 
-def load(folder: Path, **settings: Any) -> Any:
-    quantization = Quantization(**settings) if settings else None
-    return materialized(build_model(str(folder), dtype=BF16, for_adapter=True, quantization=quantization))
+def machine(num_bytes: int = cells.GiB) -> SimDevice:
+    return SimDevice(lookup(f"{num_bytes}B"))
 
 
-def parts_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: part.detach() for name, part in named_parts(model)}
+@functools.cache
+def traced(case: Quantized) -> Traced:
+    model = case.model()
+    return cache.traced(model, batch(), find_layers(model), machine())
 
 
-def assert_same_parts(mine: nn.Module, theirs: nn.Module) -> None:
-    """The same names in the same order, with the same bytes."""
-    ours, others = parts_of(mine), parts_of(theirs)
-    assert list(ours) == list(others)
-    for name, part in ours.items():
-        other = others[name]
-        assert part.dtype == other.dtype and part.shape == other.shape, name
-        assert torch.equal(part.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), name
+@functools.cache
+def plain(case: Quantized, steps: int) -> tuple[Outcome, list[Any]]:
+    """Plain training, with what evaluation between steps gives."""
+    model = case.model()
+    evaluations: list[Any] = []
+
+    def after(what: str) -> None:
+        if what == "step":
+            evaluations.append(evaluate(model))
+
+    outcome = cells.plain(model, case.batches(), spec=case.spec, steps=steps, after=after)
+    assert max(outcome.norms) > cells.MAX_GRAD_NORM, "clipping must clip, or it is not tested"
+    return outcome, evaluations
 
 
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(IDS).logits
-    return found
+@torch.no_grad()
+def evaluate(model: nn.Module) -> tuple[float, list[list[int]]]:
+    """The loss of another batch in eval mode, and generated tokens."""
+    model.eval()
+    rng = torch.get_rng_state()
+    given = batch(7)
+    loss = float(model(**given).loss)
+    made = model.generate(input_ids=given["input_ids"][:, :4], max_new_tokens=3, do_sample=False)  # type: ignore[operator]
+    torch.set_rng_state(rng)
+    model.train()
+    return loss, made.tolist()
 
 
-def input_gradient(model: Any) -> Tensor:
-    """Of the embeddings, through all layers."""
-    model.requires_grad_(False)
-    weight = model.get_input_embeddings().weight.requires_grad_()
-    model(IDS, labels=IDS).loss.backward()
-    found = weight.grad
-    assert found is not None
-    return found
+def of_plain_tensors(outcome: Outcome) -> Outcome:
+    """Without weights that consist of other tensors: torch.equal does not compare them."""
+    weights = {name: value for name, value in outcome.weights.items() if type(value) is Tensor}
+    return dataclasses.replace(outcome, weights=weights)
+
+
+def weights_of(model: nn.Module) -> list[nn.Parameter]:
+    """The quantized weights."""
+    params = [param for param in model.parameters() if not param.requires_grad]
+    return [param for param in params if hasattr(param, "quant_state") or hasattr(param, "__tensor_flatten__")]

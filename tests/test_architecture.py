@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, str] = {
     "report": "base hardware schedule planner layout model.graph profile.trace",
     "runtime": "base calibration.steps compat device hardware.spec hardware.lanes model layout schedule transfer "
     "activation dist optim checkpoint progress",
-    "checkpoint": "base compat device",  # reads and writes through its protocol ParameterStore
+    "checkpoint": "base compat device model.parts",  # reads and writes through its protocol ParameterStore
     "data": "base compat config.run hub progress",
     "methods": "base checkpoint.tensorfile compat device layout model optim progress reference transfer.batch_cache",
     "loss": "base compat",

@@ -66,6 +66,8 @@ saved_tensors_hooks_in_force = find("torch._C._autograd._top_saved_tensors_defau
 # torch: interception of operators.
 without_torch_function = find("torch._C.DisableTorchFunctionSubclass")
 """Access to a parameter subclass without its `__torch_function__`."""
+with_torch_function = find("torch._C._EnableTorchFunction")
+"""Operators inside of `without_torch_function` on a tensor subclass that needs its own."""
 current_dispatch_modes = find("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 push_dispatch_mode = find("torch.utils._python_dispatch._push_mode")
 pop_dispatch_mode = find("torch.utils._python_dispatch._pop_mode")

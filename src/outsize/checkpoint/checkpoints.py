@@ -17,6 +17,7 @@ from outsize.checkpoint.loading import CheckpointReader
 from outsize.checkpoint.model_files import ModelFiles, is_weight_file, model_files, write_configs
 from outsize.checkpoint.parameter_store import TrainedModel
 from outsize.checkpoint.saving import Saving
+from outsize.model.parts import wrappers
 
 
 class Checkpoints:
@@ -101,6 +102,12 @@ class Checkpoints:
 
     def export(self, place: Path, trained: TrainedModel, *, tokenizer: Any, fp32: bool) -> None:
         self.raise_if_failed()
+        if not trained.is_adapted:
+            for name, wrapper, _ in wrappers(trained.model):
+                raise EngineMisuse(
+                    f"export: {name} is a {type(wrapper).__name__}, which consists of several tensors, and outsize does "
+                    "not write its format. Call engine.detach() and save the model with its own library."
+                )
         contents, files = _model_contents(trained, fp32=fp32)
         saving = Saving(StagedDir.into(place), contents, later=set())
         with saving.writing() as folder:

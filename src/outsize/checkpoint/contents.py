@@ -16,6 +16,7 @@ from outsize.checkpoint.model_files import Conversion, ModelFiles
 from outsize.checkpoint.parameter_store import TrainedModel
 from outsize.checkpoint.ranges import Ranges
 from outsize.checkpoint.tensorfile import TensorSpec
+from outsize.model.parts import named_parts
 
 STATE = "state.safetensors"
 COORDINATES = "coordinates"
@@ -69,8 +70,8 @@ def weights_of(trained: TrainedModel, files: ModelFiles, *, fp32: bool = False) 
     first = {id(tensor): name for name, tensor in (*store.params.items(), *buffers.items())}
     names = {
         name: first[id(t)]
-        for pairs in (model.named_parameters, model.named_buffers)
-        for name, t in pairs(remove_duplicate=False)
+        for pairs in (named_parts(model, remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        for name, t in pairs
     }
     where = {key: (file, key, spec) for file, keys in files.files.items() for key, spec in keys.items()}
 
@@ -89,6 +90,9 @@ def weights_of(trained: TrainedModel, files: ModelFiles, *, fp32: bool = False) 
         return chunks.pop() if len(chunks) == 1 else NO_CHUNK
 
     for key, source in files.source.items():
+        if source in files.descriptions:
+            contents.add(NO_CHUNK, *where[key], partial(Ranges.of, files.descriptions[source]))
+            continue
         contents.add(chunk_of([source]), *where[key], partial(ranges, source))
         contents.values[names[source]] = where[key][:2]
     for conversion in files.conversions:

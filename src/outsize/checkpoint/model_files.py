@@ -19,6 +19,7 @@ from outsize import compat
 from outsize.base.log import log
 from outsize.checkpoint.tensorfile import TensorSpec
 from outsize.compat import storage_id
+from outsize.model.parts import named_parts, quant_state_of, wrappers
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -44,6 +45,9 @@ class ModelFiles:
     """Key to the name in the model's state dict, for tensors that are stored unconverted."""
     conversions: tuple[Conversion, ...]
     """They compute the other keys."""
+    descriptions: Mapping[str, Tensor]
+    """Tensors of the state dict that are no parameters or buffers, by name: the lookup tables and settings with which
+    bitsandbytes describes 4-bit weights."""
     index: Mapping[str, object] | None
 
 
@@ -56,21 +60,25 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None, fp
     """`max_shard_size`: as in `save_pretrained`; None: its default. `fp32`: bf16 tensors are stored as fp32."""
     from transformers import PreTrainedModel
 
-    owner = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    owner = {**dict(named_parts(model, remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    packed = tuple(f"{name}." for name, param in model.named_parameters() if quant_state_of(param) is not None)
+    of_several_tensors = {name for name, _, _ in wrappers(model)}
+    descriptions: Tensors = {}
     metas: Tensors = {}
-    for name in model.state_dict():
+    for name, tensor in model.state_dict().items():
         if name in owner:
             dtype = torch.float32 if fp32 and owner[name].dtype == torch.bfloat16 else owner[name].dtype
             metas[name] = torch.empty(owner[name].shape, dtype=dtype, device="meta")
-        else:
+        elif name.startswith(packed):
+            descriptions[name] = tensor
+            metas[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        elif name not in of_several_tensors:  # a checkpoint has their parts
             log.warning("%s is not saved: it is in the state dict, but is neither a parameter nor a buffer", name)
     if not isinstance(model, PreTrainedModel):
         first: dict[int, str] = {}
-        keys = {name: TensorSpec.of(t) for name, t in metas.items() if first.setdefault(id(owner[name]), name) == name}
-        return ModelFiles({SINGLE: keys}, {name: name for name in keys}, (), None)
+        stored = owner | descriptions
+        keys = {name: TensorSpec.of(t) for name, t in metas.items() if first.setdefault(id(stored[name]), name) == name}
+        return ModelFiles({SINGLE: keys}, {name: name for name in keys}, (), descriptions, None)
 
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -78,7 +86,9 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None, fp
 
     for ignored in model._keys_to_ignore_on_save or ():
         metas.pop(ignored, None)
-    kept = private.remove_tied_weights(metas, model)
+    # Tied weights are parameters: transformers looks each name up as one.
+    attached = {name: metas.pop(name) for name in [*metas] if name.startswith(packed)}
+    kept = private.remove_tied_weights(metas, model) | attached
     names = {id(meta): name for name, meta in kept.items()}
     stored = private.revert_weight_conversion(model, dict(kept))
     largest = max_shard_size or inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
@@ -108,7 +118,7 @@ def model_files(model: nn.Module, *, max_shard_size: int | str | None = None, fp
         if split.is_sharded
         else None
     )
-    return ModelFiles(files, source, conversions, index)
+    return ModelFiles(files, source, conversions, descriptions, index)
 
 
 def _conversions(

@@ -1,14 +1,16 @@
 """Observer: counts live device memory by the allocation and release of storages, independently of plans.
 
 A dispatch mode sees the outputs of every operator. A storage that it has not seen counts as allocated until its
-finalizer runs. Workspaces inside kernels are not counted. The device `sim` enforces its budget by this count, and
+finalizer runs. Memory that an operator allocates inside and frees is counted for the operators of `_HIDDEN`;
+workspaces of other kernels are not. The device `sim` enforces its budget by this count, and
 predictions must equal it to the byte.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +49,71 @@ def _attention_backward(
 
 def _grouped(rows: Tensor, columns: Tensor, *_: Any, **__: Any) -> float:
     return 2.0 * rows.numel() * columns.shape[-1]
+
+
+class _Hidden(NamedTuple):
+    """What an operator does inside, where the dispatch mode sees nothing."""
+
+    scratch_bytes: Callable[..., int] = lambda *_, **__: 0
+    """Memory that it allocates and frees, while its result is allocated too. Written once and read once."""
+    flops: Callable[..., float] = lambda *_, **__: 0.0
+
+
+def _dequantized(
+    x: Tensor,
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    quant_type: str,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    *_: Any,
+) -> int:
+    """`gemm_4bit` makes the whole weight in the dtype of x, and of nested scales two copies in fp32. On CUDA a fused
+    kernel may do without, depending on the GPU, for at most 1,536 rows.
+    """
+    scales = 0 if absmax_8bit is None else 8 * absmax_8bit.numel()
+    return math.prod(shape) * x.element_size() + scales
+
+
+def _times_packed(x: Tensor, packed: Tensor, shape: Sequence[int], *_: Any) -> float:
+    return 2.0 * x.numel() * shape[0]
+
+
+def _int8_product(a: Tensor, b: Tensor, *_: Any) -> float:
+    return 2.0 * a.numel() * b.shape[0]
+
+
+def _int32_result(
+    a: Tensor,
+    b: Tensor,
+    row_stats: Tensor,
+    col_stats: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """`int8_scaled_mm`: the product in int32, and in fp16 if the result has another dtype."""
+    numel = a.numel() // a.shape[-1] * b.shape[0]
+    return numel * (4 if dtype in (None, torch.float16) else 6)
+
+
+_HIDDEN = {
+    "bitsandbytes::gemm_4bit": _Hidden(_dequantized, _times_packed),
+    "bitsandbytes::gemv_4bit": _Hidden(flops=_times_packed),
+    "bitsandbytes::dequantize_4bit": _Hidden(),
+    "bitsandbytes::dequantize_blockwise": _Hidden(),
+    "bitsandbytes::int8_scaled_mm": _Hidden(_int32_result, _int8_product),
+    "bitsandbytes::int8_linear_matmul": _Hidden(flops=_int8_product),
+    "bitsandbytes::int8_vectorwise_dequant": _Hidden(lambda a, *_: 4 * a.numel()),
+}
+"""Operators of bitsandbytes 0.50 that read weights. The sizes are those of their CUDA code."""
+_COUNTED_NAMESPACES = {"aten", "prim", "prims", "outsize"}
+
+
+def hides_memory(func: Any) -> bool:
+    """Whether an operator may allocate memory inside that no table has."""
+    return func.namespace not in _COUNTED_NAMESPACES and func._overloadpacket._qualified_op_name not in _HIDDEN
 
 
 _FLOPS = {
@@ -148,8 +215,8 @@ class Observer(TorchDispatchMode):
         self.cost_of: Callable[[float, int], float] | None = None
         """Seconds of an operator from its FLOPs and memory traffic. None: FLOPs, traffic, launches and seconds are not
         counted."""
-        self.on_read: Callable[[Tensor], None] | None = None
-        """Called with every tensor that an operator reads."""
+        self.on_read: Callable[[Any, Tensor], None] | None = None
+        """Called with an operator and every tensor that it reads."""
         self._alive: dict[int, int] = {}  # storage to bytes
         self._earlier: dict[int, int] = {}  # the same, of those before `begin_anew`
         self._on_allocation = on_allocation
@@ -160,7 +227,7 @@ class Observer(TorchDispatchMode):
         if self.active and func is not _WHERE:
             if self.on_read is not None:
                 for leaf in tensors_of(*args, *kwargs.values()):
-                    self.on_read(leaf)
+                    self.on_read(func, leaf)
             if isinstance(out, Tensor):
                 leaves: Sequence[Tensor] = parts_of(out)
             else:
@@ -170,8 +237,12 @@ class Observer(TorchDispatchMode):
                 key = storage_id(leaf.untyped_storage())
                 if key not in self._alive and not _aliases(key, args, kwargs):
                     self.adopt(leaf)
+            hidden = _HIDDEN.get(func._overloadpacket._qualified_op_name)
+            scratch = 0 if hidden is None else hidden.scratch_bytes(*args, **kwargs)
+            if scratch:
+                self._hold(scratch)
             if self.cost_of is not None:
-                self._count(func, args, kwargs, out, leaves, self.cost_of)
+                self._count(func, args, kwargs, out, leaves, hidden, self.cost_of)
         return out
 
     def adopt(self, tensor: Tensor) -> None:
@@ -188,6 +259,12 @@ class Observer(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         # The registry of finalizers is global, so a long-lived storage must not keep the observer alive.
         weakref.finalize(storage, _released, weakref.ref(self), key)
+
+    def _hold(self, num_bytes: int) -> None:
+        """Count memory that an operator has allocated beside its result, and freed."""
+        if self._on_allocation is not None:
+            self._on_allocation(num_bytes, self.live_bytes + num_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + num_bytes)
 
     def begin_anew(self) -> None:
         """Count from zero: storages that are alive now count in `earlier_bytes` and not in `live_bytes`."""
@@ -207,15 +284,18 @@ class Observer(TorchDispatchMode):
         kwargs: dict[str, Any],
         out: Any,
         leaves: Sequence[Tensor],
+        hidden: _Hidden | None,
         cost_of: Callable[[float, int], float],
     ) -> None:
         packet = func._overloadpacket
         formula: Any = _FLOPS.get(packet) or flop_registry.get(packet)
         flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
+        flops += hidden.flops(*args, **kwargs) if hidden is not None else 0.0
         is_attention = packet in _ATTENTION or packet._qualified_op_name in _PACKED_ATTENTION
         moves = not func.is_view and packet not in _NO_TRAFFIC
         read = (part for t in tensors_of(*args, *kwargs.values()) for part in parts_of(t))
         moved = sum(t.nbytes for t in read) + sum(t.nbytes for t in leaves) if moves else 0
+        moved += 2 * hidden.scratch_bytes(*args, **kwargs) if hidden is not None else 0
         count = times()
         self.flops += count * flops
         self.moved_bytes += count * moved

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from outsize.base.errors import ConfigError
+from outsize.model.parts import describe
 from outsize.model.stacks import Named, Stack, find_stacks
 
 
@@ -166,8 +167,8 @@ def _facts(layer: nn.Module) -> dict[str, Any]:
                 and isinstance(value, (bool, int, float, str, tuple, type(None)))
             ):
                 facts[f"{path}.{key}"] = value
-    for path, param in layer.named_parameters(remove_duplicate=False):
-        facts[f"{path}:param"] = (tuple(param.shape), str(param.dtype), param.requires_grad)
+    for i, part in enumerate(describe(layer)):
+        facts[f"{i}:part"] = part
     for path, buffer in layer.named_buffers(remove_duplicate=False):
         facts[f"{path}:buffer"] = (tuple(buffer.shape), str(buffer.dtype))
     return facts

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from outsize.compat import fake_tensor, is_traceable_wrapper_subclass
@@ -40,8 +41,12 @@ def named_parts(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator
 
 def parts(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[Part]:
     """Each parameter that has memory of its own, followed by what is attached to it."""
+    seen: set[int] = set()
     for name, param in module.named_parameters(remove_duplicate=remove_duplicate):
-        yield from _of_parameter(module, name, param)
+        for part in _of_parameter(module, name, param):
+            if not remove_duplicate or id(part.tensor) not in seen:
+                seen.add(id(part.tensor))
+                yield part
 
 
 def parts_by_parameter(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[Part]]]:
@@ -51,7 +56,9 @@ def parts_by_parameter(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, l
 
 def wrappers(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[Part]]]:
     """Parameters that consist of other tensors, and so have no memory of their own, with their parts."""
-    return (found for found in parts_by_parameter(module) if is_traceable_wrapper_subclass(found[1]))
+    for name, param in module.named_parameters():
+        if is_traceable_wrapper_subclass(param):
+            yield name, param, list(_of_parameter(module, name, param))
 
 
 def rewrapped(name: str, wrapper: Tensor, value_of: Callable[[str], Tensor]) -> Tensor:
@@ -76,11 +83,10 @@ def _of_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Iterator
     if is_traceable_wrapper_subclass(param):
         yield from _inner_tensors(name, param, param.numel())
         return
-    state = getattr(param, "quant_state", None)
-    packed = state is not None and hasattr(state, "absmax")
+    state = quant_state_of(param)
     scale = name.endswith("weight_scale_inv")
-    yield Part(name, param, None, "", math.prod(state.shape) if packed else 0 if scale else param.numel())
-    if packed:
+    yield Part(name, param, None, "", math.prod(state.shape) if state is not None else 0 if scale else param.numel())
+    if state is not None:
         yield Part(f"{name}.absmax", state.absmax, state, "absmax", 0)
         if state.nested:
             yield Part(f"{name}.nested_absmax", state.state2.absmax, state.state2, "absmax", 0)
@@ -91,6 +97,12 @@ def _of_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Iterator
             if isinstance(found := getattr(holder, "SCB", None), Tensor):
                 yield Part(f"{path}.SCB".lstrip("."), found, holder, "SCB", 0)
                 break
+
+
+def quant_state_of(param: Tensor) -> Any:
+    """What bitsandbytes knows of a 4-bit weight; None for other parameters."""
+    state = getattr(param, "quant_state", None)
+    return state if hasattr(state, "absmax") else None
 
 
 def _inner_tensors(name: str, wrapper: Tensor, num_weights: int) -> Iterator[Part]:
@@ -111,9 +123,42 @@ def attachments(module: nn.Module) -> Iterator[tuple[str, Any, str, Any]]:
         for part in found:
             if part.holder is not None:
                 yield part.name, part.holder, part.attribute, part.tensor
-        if (state := getattr(param, "quant_state", None)) is not None and found:
+        if (state := quant_state_of(param)) is not None:
             yield found[0].name, param, "quant_state", state
-            yield found[0].name, state, "state2", getattr(state, "state2", None)
+            yield found[0].name, state, "state2", state.state2
+
+
+_REPACKS = "support_avx512bf16_for_cpu"
+
+
+def turn_repacking_off(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """On the CPU in eval mode, bitsandbytes replaces 4-bit weights by a repacked form, with rounded scales. Turns this
+    off, and returns the modules in which it was on with the former value, for `turn_repacking_on`.
+    """
+    found = [(module, value) for module in model.modules() if (value := vars(module).get(_REPACKS))]
+    for module, _ in found:
+        setattr(module, _REPACKS, False)
+    return found
+
+
+def turn_repacking_on(modules: list[tuple[nn.Module, Any]]) -> None:
+    for module, value in modules:
+        setattr(module, _REPACKS, value)
+
+
+def describe(module: nn.Module) -> list[Any]:
+    """All that the cost of using the weights depends on: shapes, dtypes, and how they are quantized."""
+    facts: list[Any] = [
+        [name, list(part.shape), str(part.dtype), part.requires_grad]
+        for name, part in named_parts(module, remove_duplicate=False)
+    ]
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if type(param) is not nn.Parameter:
+            state = quant_state_of(param)
+            kept = {} if state is None else vars(state)
+            plain = [f"{k}={v}" for k, v in kept.items() if isinstance(v, (bool, int, str, tuple, torch.dtype))]
+            facts.append([name, type(param).__qualname__, *plain])
+    return facts
 
 
 class LookupTable(NamedTuple):
@@ -127,7 +172,7 @@ class LookupTable(NamedTuple):
 def lookup_tables(module: nn.Module) -> Iterator[LookupTable]:
     """The values that the codes of quantized weights and scales stand for."""
     for param in module.parameters():
-        state = getattr(param, "quant_state", None)
+        state = quant_state_of(param)
         for holder in (state, getattr(state, "state2", None)):
             if isinstance(code := getattr(holder, "code", None), Tensor):
                 yield LookupTable(holder, code)

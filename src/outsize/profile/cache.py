@@ -19,6 +19,7 @@ from outsize.hardware.spec import ProcessOverhead
 from outsize.model.batch import looks_irregular
 from outsize.model.discover import Layer
 from outsize.model.graph import BlockGraph
+from outsize.model.parts import describe, named_parts
 from outsize.model.state import generators_of
 from outsize.model.tensors import map_tensors, named_tensors
 from outsize.model.weights import Weights, is_unmaterialized
@@ -27,7 +28,7 @@ from outsize.profile.code import fingerprint_code
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 
-TRACE_FORMAT = 21
+TRACE_FORMAT = 22
 
 
 def traced(
@@ -71,7 +72,7 @@ def traced(
 
 def _process_overhead(model: nn.Module, device: Device) -> ProcessOverhead:
     found = device.process_overhead()
-    own = sum(p.untyped_storage().nbytes() for p in model.parameters() if not is_unmaterialized(p))
+    own = sum(p.untyped_storage().nbytes() for _, p in named_parts(model) if not is_unmaterialized(p))
     return replace(found, host_bytes=max(0, found.host_bytes - own))  # weights move into the plan's host memory
 
 
@@ -80,7 +81,7 @@ def _key(
 ) -> str:
     config = getattr(model, "config", None)
     kind = device.torch_device.type
-    names = {id(p): n for n, p in model.named_parameters()}
+    names = {id(p): n for n, p in named_parts(model)}
     return fingerprint(
         {
             "format": TRACE_FORMAT,
@@ -93,11 +94,8 @@ def _key(
             "attention": str(getattr(config, "_attn_implementation", "")),
             "sdp_kernels": allowed_kernels(),
             "training": str([m.training for m in model.modules()]),
-            "params": [
-                [n, list(p.shape), str(p.dtype), p.requires_grad]
-                for n, p in model.named_parameters(remove_duplicate=False)
-            ],
-            "tied": [names[id(p)] for _, p in model.named_parameters(remove_duplicate=False)],
+            "params": describe(model),
+            "tied": [names[id(p)] for _, p in named_parts(model, remove_duplicate=False)],
             "modules": fingerprint(
                 [[n, type(m).__qualname__, m.extra_repr(), _settings(m)] for n, m in model.named_modules()]
             ),

@@ -1,6 +1,6 @@
 """Fingerprint of a model's code: a profile is valid only for the code that was profiled.
 
-It covers the source files of all module classes and their bases, functions that were set on modules with the plain
+It covers the source files of all classes of modules and parameters and their bases, functions that were set on modules with the plain
 values in their closures, and the versions of the libraries that the classes come from. Code in other files that a
 forward calls is not covered; a run that contradicts a cached profile deletes it (runtime/engine.py).
 """
@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
@@ -23,8 +23,8 @@ _TORCH_PACKAGES = ("torch", "builtins", "typing", "abc")
 def fingerprint_code(model: nn.Module) -> str:
     classes = {
         base
-        for module in model.modules()
-        for base in type(module).__mro__
+        for part in (*model.modules(), *model.parameters())
+        for base in type(part).__mro__
         if base.__module__.split(".")[0] not in _TORCH_PACKAGES
     }
     found = {f"{cls.__module__}.{cls.__qualname__}={_of_class(cls)}" for cls in classes}
@@ -37,6 +37,8 @@ def _patched_functions(model: nn.Module) -> Iterator[tuple[str, FunctionType]]:
     """Functions in attributes of modules: a forward that a user or another library has replaced."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
+            while isinstance(value, partial):
+                value = value.func
             function = value.__func__ if isinstance(value, MethodType) else value
             if isinstance(function, FunctionType):
                 yield f"{path}.{name}", function

@@ -11,6 +11,7 @@ from torch import nn
 
 from outsize.device.device import Device
 from outsize.model.caches import turn_caches_off, turn_caches_on
+from outsize.model.parts import turn_repacking_off, turn_repacking_on
 from outsize.model.state import ModuleState, generators_of
 
 
@@ -37,6 +38,7 @@ def profiling_mode(model: nn.Module, device: Device) -> Iterator[None]:
     for param, _ in grads:
         param.grad = None
     cached = turn_caches_off(model)
+    repacking = turn_repacking_off(model)
     layerdrop = _turn_layerdrop_off(model)
     # As in training: casts of weights are made where they are used, and freed there.
     autocast_cache = torch.is_autocast_cache_enabled()
@@ -58,6 +60,7 @@ def profiling_mode(model: nn.Module, device: Device) -> Iterator[None]:
                     buffer.copy_(saved)
         torch.set_autocast_cache_enabled(autocast_cache)
         turn_caches_on(cached)
+        turn_repacking_on(repacking)
         for owner, name, value in layerdrop:
             setattr(owner, name, value)
         module_state.restore()

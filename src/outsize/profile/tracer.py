@@ -175,6 +175,11 @@ class Tracer:
         return sum(each.num_bytes(self.device.torch_device, self.is_static) for each in bound if each is not None)
 
     def _notes(self) -> Iterator[str]:
+        if self._reads.hiding_operators and self.device.observes_by_mode:
+            yield (
+                f"{', '.join(self._reads.hiding_operators)}: operators outside of torch that read weights. What they "
+                "allocate inside is not counted here; prepare measures it on a GPU, where the plan may need more."
+            )
         for maker, readers in self._reads.hidden.makers_and_readers():
             layer_of = self._layer_of or []
             yield (
@@ -346,7 +351,7 @@ class Tracer:
                 self._run_once(run, tracker)
                 return run
             reader = Observer()
-            reader.on_read = lambda tensor: self._reads.note_read(tensor, run, tracker)
+            reader.on_read = lambda func, tensor: self._reads.note_read(func, tensor, run, tracker)
             push_mode(reader)
             try:
                 self._run_once(run, tracker)

@@ -1,8 +1,11 @@
 """WeightReads: which calls read which parameters, as a discovery pass sees it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from outsize.device.observer import hides_memory
 from outsize.model.block_tracker import BlockTracker
 from outsize.model.parts import own_parts
 from outsize.profile.placed_weights import PlacedWeights
@@ -18,16 +21,22 @@ class WeightReads:
         self.outside_module: set[int] = set()
         """Calls that read a parameter outside of the module that has it."""
         self.hidden = HiddenReads()
+        self.hiding_operators: dict[str, None] = {}
+        """Operators that read weights and may allocate memory inside that is not counted."""
 
     def of(self, param: Tensor) -> set[int]:
         return self.readers.get(id(param), set())
 
-    def note_read(self, tensor: Tensor, run: ProfilingPass, tracker: BlockTracker) -> None:
+    def note_read(self, func: Any, tensor: Tensor, run: ProfilingPass, tracker: BlockTracker) -> None:
         """An operator reads this tensor."""
-        if not run.is_forward or self._weights.is_placing:
+        if self._weights.is_placing:
+            return
+        params = self._weights.parameters_in(tensor)
+        if params and hides_memory(func):
+            self.hiding_operators[func._overloadpacket._qualified_op_name] = None
+        if not run.is_forward:
             return
         call = len(run.layer_of) - 1
-        params = self._weights.parameters_in(tensor)
         if not params and tensor.layout == torch.strided:
             self.hidden.note_read(tensor, run, tracker.made_in)
         for param in params:

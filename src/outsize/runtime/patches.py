@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from outsize.base.errors import EngineMisuse
 from outsize.model.caches import turn_caches_off, turn_caches_on
-from outsize.model.parts import own_parts
+from outsize.model.parts import own_parts, turn_repacking_off, turn_repacking_on
 from outsize.runtime.store import Store
 
 
@@ -46,6 +46,7 @@ class Patches:
                 self._handles.append(module.register_load_state_dict_pre_hook(_refuse_assign))
         self._set(model, "zero_grad", lambda set_to_none=True: zero_grad(set_to_none))
         self._cached = turn_caches_off(model)
+        self._repacking = turn_repacking_off(model)
 
     @contextmanager
     def caches_as_given(self) -> Iterator[None]:
@@ -66,6 +67,7 @@ class Patches:
         for module, name in self._attributes:
             module.__dict__.pop(name, None)
         turn_caches_on(self._cached)
+        turn_repacking_on(self._repacking)
 
     def _reads(self, owned: dict[str, str]) -> Callable[..., None]:
         def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import EngineMisuse, ModelUnsupported, StaleParameter
-from outsize.compat import without_torch_function
+from outsize.compat import is_traceable_wrapper_subclass, with_torch_function, without_torch_function
 from outsize.runtime import tensor_functions as functions
 
 T = TypeVar("T")
@@ -300,6 +300,8 @@ def _run(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             sources[id(tensor)] = source
     memory = {key: source.memory for key, source in sources.items()}
     call = lambda: func(*functions.replaced(args, memory), **functions.replaced(kwargs, memory))
+    if any(is_traceable_wrapper_subclass(tensor) for tensor in memory.values()):
+        call = functools.partial(_with_own_operators, call)
     weights = {key: source for key, source in sources.items() if source.handle.kind == "weight"}
     written: dict[ParameterOwner, list[str]] = {}
     for key, source in weights.items():
@@ -313,6 +315,11 @@ def _run(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if weights[key].memory._version != version:
             weights[key].owner.written(weights[key].handle.name)
     return _wrapped(result, list(sources.values()))
+
+
+def _with_own_operators(call: Callable[[], T]) -> T:
+    with with_torch_function():
+        return call()
 
 
 def _wrapped(result: Any, sources: list[_Source]) -> Any:
@@ -330,8 +337,10 @@ def _wrapped(result: Any, sources: list[_Source]) -> Any:
             return source.original
     if not result.numel() or result.layout is not torch.strided:
         return result
-    for source in sources:  # the memory of each source is a storage of its own
+    for source in sources:  # the memory of each source is a storage of its own, except of a wrapper, which has none
         memory = source.memory
+        if is_traceable_wrapper_subclass(memory):
+            continue
         if (
             result.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
             and result.device == memory.device

@@ -97,8 +97,7 @@ class Steps:
         clip_at = self._take_clipping()
         total = gradients.norm()
         if self._updated:
-            for update in self._updated.values():
-                runtime.updates.count(update)
+            runtime.updates.count(*self._updated.values())
             self._updated = {}
             not_finite = gradients.not_finite()
             state.confirm_updates(lambda: self._nonfinite_error(not_finite))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from outsize.layout.chunks import joined_ranges
 from outsize.optim.rule import Numbers, Scratch, UpdateRule, slow_kernels, update
@@ -52,10 +53,14 @@ class Updates:
             numbers[name] = made[key]
         return StepSettings(numbers, clip)
 
-    def count(self, step: StepSettings) -> None:
-        """Count the step for each of its parameters."""
-        for name in step.numbers:
+    def count(self, *steps: StepSettings) -> None:
+        """Count the steps for each of their parameters. Updates write flat buffers, which leaves the version counters
+        of parameters as they are; other libraries key caches on them.
+        """
+        names = [name for step in steps for name in step.numbers]
+        for name in names:
             self.steps[name] += 1
+        increment_version([self._store.params[name] for name in names])
 
     @torch.no_grad()
     def update_chunk(self, index: int, step: StepSettings) -> None:

@@ -11,6 +11,7 @@ from outsize.activation.layer_offload import is_offloaded
 from outsize.base.errors import EngineMisuse, ModelUnsupported
 from outsize.base.log import log
 from outsize.compat import fake_tensor
+from outsize.model.parts import named_parts, wrappers
 from outsize.model.weights import is_unmaterialized
 from outsize.runtime.prepared_tensors import owner_of
 
@@ -19,6 +20,7 @@ def require_supported(model: nn.Module) -> None:
     """Refuse models that outsize cannot train. The model is not changed."""
     _require_one_process()
     _require_unwrapped(model)
+    _require_known_quantization(model)
     _require_plain_tensors(model)
     _require_own_memory(model)
 
@@ -74,12 +76,47 @@ def note_fp32_adapters(model: nn.Module) -> None:
         )
 
 
+# Quantized weights.
+
+
+def _require_known_quantization(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        name, kind = path or "the model", type(module).__name__
+        if "qweight" in module._buffers:
+            raise ModelUnsupported(
+                f"{name} is a {kind}, quantized with GPTQ or AWQ: its weights are buffers, which stay on the device "
+                "and which outsize does not stream. Use the unquantized model, or quantize it with bitsandbytes "
+                "(load_in_4bit)."
+            )
+        if any(base.__name__ == "Linear8bitLt" for base in type(module).__mro__):
+            raise ModelUnsupported(
+                f"{name} is a {kind} of bitsandbytes (load_in_8bit), which replaces its weight's memory in every "
+                "forward and keeps its input where no activation strategy reaches it. Load the model in 4 bits "
+                "(load_in_4bit), or unquantized."
+            )
+    for name, param in model.named_parameters():
+        if not hasattr(param, "quant_state") or not hasattr(param, "bnb_quantized"):
+            continue
+        if param.quant_state is None:
+            raise ModelUnsupported(
+                f"{name} is to have 4 bits, but it is not quantized yet. Quantize it with model.to('cpu'), then "
+                "prepare the model."
+            )
+        if getattr(param.quant_state, "packing_format_for_cpu", False):
+            raise ModelUnsupported(
+                f"{name} was repacked by a forward in eval mode on the CPU, in which bitsandbytes rounds the scales. "
+                "Load the model again, and evaluate it after outsize.prepare."
+            )
+
+
 # Tensors without memory of their own: a plan places bytes.
 
 
 def _require_plain_tensors(model: nn.Module) -> None:
     """Must run before other code looks at the tensors: many properties of such tensors raise errors in torch."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    parts = [(part.name, part.tensor) for _, _, found in wrappers(model) for part in found]
+    wrapped = {name for name, param, _ in wrappers(model) if not _is_distributed(param) and not param.requires_grad}
+    for name, tensor in (*model.named_parameters(), *parts, *model.named_buffers()):
         if is_lazy(tensor):
             raise ModelUnsupported(
                 f"{name} has no shape yet (a lazy module). Run the model's forward once, then prepare it."
@@ -95,12 +132,17 @@ def _require_plain_tensors(model: nn.Module) -> None:
                 f"{name}: a {kind} tensor cannot be placed by a plan. Keep its values in a dense parameter and build "
                 "the sparse tensor from it in the forward, as PEFT's SHiRA does."
             )
-        if _is_wrapper(tensor):
+        if name not in wrapped and _is_wrapper(tensor):
             raise ModelUnsupported(
                 f"{name} is a {type(tensor).__name__}, a tensor subclass that keeps its values in other tensors (as "
-                "quantized weights and DTensor do), and a plan places only tensors with memory of their own. Use the "
+                "quantized weights and DTensor do), and a plan places such tensors only if they are frozen parameters "
+                "of one process that name their tensors (__tensor_flatten__, as torchao's do). Freeze it, use the "
                 "unquantized model, or replace it by a plain tensor."
             )
+
+
+def _is_distributed(param: Tensor) -> bool:
+    return any(base.__module__.startswith("torch.distributed") for base in type(param).__mro__)
 
 
 def _is_wrapper(tensor: Tensor) -> bool:
@@ -137,7 +179,7 @@ class _Range:
 
 def _require_own_memory(model: nn.Module) -> None:
     devices: dict[torch.device, list[_Range]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*named_parts(model), *model.named_buffers()):
         if _has_memory(tensor):
             devices.setdefault(tensor.device, []).append(_Range(name, tensor, *_extent(tensor)))
     for ranges in devices.values():

@@ -179,7 +179,7 @@ def test_an_address_that_comes_back_is_another_storage() -> None:
 def test_the_tensors_that_operators_read_are_reported() -> None:
     linear, x, read = torch.nn.Linear(2, 2), torch.ones(2), []
     seen = Observer()
-    seen.on_read = lambda p: read.append(p)
+    seen.on_read = lambda func, p: read.append(p)
     with seen:
         linear(x)
     assert {id(p) for p in (linear.weight, linear.bias, x)} <= {id(t) for t in read}

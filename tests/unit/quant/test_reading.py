@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from quantized import (
+from quantized_folders import (
     BF16,
     CONFIG,
     assert_same_parts,

@@ -1,0 +1,62 @@
+"""Quantized bases under byte budgets, from the least that does to everything resident: the observed peak is the
+estimate to the byte, with the memory that bitsandbytes' operators allocate inside.
+"""
+
+import functools
+
+import cells
+import pytest
+import quantized
+from quantized import Quantized
+
+import outsize
+from outsize.base.errors import PlanInfeasible
+from outsize.runtime.engine import Engine
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("torchao")
+
+STEPS = 2
+NUM_BUDGETS = 6
+NF4, TORCHAO = Quantized(quantization="nf4-double"), Quantized(quantization="torchao-int8")
+
+
+def prepare(case: Quantized, num_bytes: int) -> Engine:
+    return outsize.prepare(
+        case.model(), quantized.batch(), device=quantized.machine(num_bytes), optimizer=case.spec, chunk_bytes="16KiB"
+    )
+
+
+@functools.cache
+def ends(case: Quantized) -> tuple[int, int]:
+    """The smallest budget, and what the fastest plan takes."""
+    with pytest.raises(PlanInfeasible) as raised:
+        prepare(case, 1)
+    with cells.closing(prepare(case, cells.GiB)) as engine:
+        assert {homes.weights for homes in engine.plan.decision.homes} == {"gpu"}
+        return raised.value.needed_bytes, engine.plan.estimate.gpu_bytes
+
+
+@pytest.mark.parametrize(
+    ("case", "number"),
+    [*((NF4, number) for number in range(NUM_BUDGETS)), *((TORCHAO, number) for number in (0, 3))],
+    ids=lambda value: getattr(value, "quantization", value),
+)
+def test_every_budget_matches_its_prediction_to_the_byte(case: Quantized, number: int) -> None:
+    least, most = ends(case)
+    budget = least + (most - least) * number // (NUM_BUDGETS - 1)
+    with cells.closing(prepare(case, budget)) as engine:
+        assert number > 0 or engine.plan.estimate.gpu_bytes == least
+        assert (number == 0) <= any(homes.weights == "host" for homes in engine.plan.decision.homes)
+        found = cells.train(engine.model, engine.optimizer, case.batches(), steps=STEPS, accumulate=1, engine=engine)
+        assert engine.report().gpu_peak_bytes == engine.plan.estimate.gpu_bytes <= budget
+    outcome = cells.plain(case.model(), case.batches(), spec=case.spec, steps=STEPS) if number == 0 else None
+    assert outcome is None or (found.losses, found.norms) == (outcome.losses, outcome.norms)
+
+
+def test_the_smallest_budget_is_the_smallest() -> None:
+    least, most = ends(NF4)
+    assert least < 0.7 * most
+    with pytest.raises(PlanInfeasible) as raised:
+        prepare(NF4, least - 1)
+    assert raised.value.needed_bytes == least
