@@ -21,8 +21,8 @@ from outsize.quant.replace import (
 )
 from outsize.quant.settings import Quantization
 
-_PIECE = 2**22
-"""Weights that are converted to fp16 at once, for int8."""
+_PIECE = 2**18
+"""Weights that are converted to fp16 at once, for int8. Temporary tensors stay in a processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,8 @@
 """A bf16 folder read with load_in_4bit or load_in_8bit has the parts that transformers makes of it."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +215,41 @@ def test_a_weight_of_two_layers_is_refused() -> None:
 def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelUnsupported, match="LlamaForCausalLM has no linear layers that can be quantized"):
         load(bf16_folder(tmp_path), load_in_4bit=True, llm_int8_skip_modules=("model",))
+
+
+PEAK = """
+import pathlib, sys
+import torch
+from quantized_folders import BF16, Built, bf16_folder, build_model, load, materialized, named_parts
+from outsize.hardware.host import peak_rss_bytes
+from outsize.quant.settings import Quantization
+import psutil
+
+folder, settings = pathlib.Path(sys.argv[1]), {sys.argv[2]: True}
+load(bf16_folder(folder / "small"), **settings)  # imports, kernels
+before = psutil.Process().memory_info().rss
+model = load(folder / "large", **settings)
+homes = sum(part.nbytes for _, part in named_parts(model))
+print(peak_rss_bytes() - before, homes)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("setting", ["load_in_4bit", "load_in_8bit"])
+def test_host_memory_holds_the_quantized_weights_and_one_bf16_weight(tmp_path: Path, setting: str) -> None:
+    config = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=6, num_attention_heads=16)
+    model = transformers.LlamaForCausalLM._from_config(
+        transformers.LlamaConfig(**{**CONFIG, **config, "num_key_value_heads": 16}), dtype=BF16
+    )
+    model.save_pretrained(tmp_path / "large")
+    del model
+    path = os.pathsep.join(["src", "tests", *sys.path])
+    found = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path), setting],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    peak, homes = map(int, found.stdout.split()[-2:])
+    assert peak <= 1.05 * (homes + 2 * 2048 * 8192), (peak, homes)
