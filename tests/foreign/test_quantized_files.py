@@ -51,7 +51,7 @@ def test_a_checkpoint_resumes_under_another_plan(case: Quantized, adapted: bool,
         parts = dict(named_parts(engine.model))
     fresh = make()
     with torch.no_grad():
-        for name, part in named_parts(fresh):
+        for _, part in named_parts(fresh):
             if part.requires_grad or not adapted:  # of a PEFT model, a checkpoint has no base
                 part.zero_()
     with cells.closing(prepare(fresh, "cpu")) as engine:

@@ -11,6 +11,8 @@ from quantized import Quantized
 
 import outsize
 from outsize.base.errors import PlanInfeasible
+from outsize.model.discover import find_layers
+from outsize.profile.counted import counted_trace
 from outsize.runtime.engine import Engine
 
 pytest.importorskip("bitsandbytes")
@@ -60,3 +62,14 @@ def test_the_smallest_budget_is_the_smallest() -> None:
     with pytest.raises(PlanInfeasible) as raised:
         prepare(NF4, least - 1)
     assert raised.value.needed_bytes == least
+
+
+@pytest.mark.parametrize("case", [NF4, TORCHAO], ids=lambda case: case.quantization)
+def test_layers_are_counted_on_shapes_as_on_values(case: Quantized) -> None:
+    """For long rows, whose bytes are counted without weights."""
+    graph, trace = quantized.traced(case)
+    model = case.model()
+    counted = counted_trace(model, quantized.batch(), find_layers(model), quantized.machine(), None)
+    assert counted is not None
+    layers = [call for call, block in enumerate(graph.calls) if graph.blocks[block].kind == "layer"]
+    assert len(layers) == 4 and all(counted.calls[call] == trace.calls[call] for call in layers)

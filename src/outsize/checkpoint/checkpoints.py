@@ -105,8 +105,8 @@ class Checkpoints:
         if not trained.is_adapted:
             for name, wrapper, _ in wrappers(trained.model):
                 raise EngineMisuse(
-                    f"export: {name} is a {type(wrapper).__name__}, which consists of several tensors, and outsize does "
-                    "not write its format. Call engine.detach() and save the model with its own library."
+                    f"export: {name} is a {type(wrapper).__name__}, which consists of several tensors, and outsize "
+                    "does not write its format. Call engine.detach() and save the model with its own library."
                 )
         contents, files = _model_contents(trained, fp32=fp32)
         saving = Saving(StagedDir.into(place), contents, later=set())

@@ -61,14 +61,14 @@ def wrappers(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[Part]]
             yield name, param, list(_of_parameter(module, name, param))
 
 
-def rewrapped(name: str, wrapper: Tensor, value_of: Callable[[str], Tensor]) -> Tensor:
-    """A tensor of the wrapper's class over other parts. `value_of`: by the name of a part."""
+def rewrapped(wrapper: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
+    """A tensor of the wrapper's class over other tensors, each in the place of one of its parts."""
     own_class: Any = getattr(type(wrapper), "own_class", type(wrapper))
     attributes, context = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {}
     for attribute in attributes:
-        part, path = getattr(wrapper, attribute), f"{name}.{attribute}"
-        inner[attribute] = rewrapped(path, part, value_of) if is_traceable_wrapper_subclass(part) else value_of(path)
+        part = getattr(wrapper, attribute)
+        inner[attribute] = rewrapped(part, replace) if is_traceable_wrapper_subclass(part) else replace(part)
     return own_class.__tensor_unflatten__(inner, context, wrapper.size(), wrapper.stride())
 
 

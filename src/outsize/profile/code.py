@@ -1,8 +1,8 @@
 """Fingerprint of a model's code: a profile is valid only for the code that was profiled.
 
-It covers the source files of all classes of modules and parameters and their bases, functions that were set on modules with the plain
-values in their closures, and the versions of the libraries that the classes come from. Code in other files that a
-forward calls is not covered; a run that contradicts a cached profile deletes it (runtime/engine.py).
+It covers the source files of all classes of modules and parameters and their bases, functions that were set on modules
+with the plain values in their closures, and the versions of the libraries that the classes come from. Code in other
+files that a forward calls is not covered; a run that contradicts a cached profile deletes it (runtime/engine.py).
 """
 
 import hashlib

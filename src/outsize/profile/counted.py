@@ -4,6 +4,7 @@ So any batch fits, and a pass takes the time of Python alone.
 Models that branch on values of their weights, or run kernels without a rule for shapes, cannot be counted.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.log import log
+from outsize.compat import is_traceable_wrapper_subclass
 from outsize.device.device import Device
 from outsize.device.sdp_kernel import kernels_on_shapes
 from outsize.device.sim import AbsentDevice
 from outsize.model.discover import Layer
+from outsize.model.parts import quant_state_of, rewrapped
 from outsize.model.tensors import map_tensors
 from outsize.model.weights import is_unmaterialized
 from outsize.profile.calling import Loss, batch_shapes
@@ -76,11 +79,27 @@ def _is_known(tensor: Tensor) -> bool:
     return not (isinstance(tensor, nn.Parameter) or tensor.is_floating_point() or tensor.is_complex())
 
 
+def _state_of_shapes(state: Any) -> Any:
+    """A copy of bitsandbytes' description of a 4-bit weight, with tensors without memory."""
+    made = copy.copy(state)
+    for name, value in vars(state).items():
+        if isinstance(value, Tensor):
+            setattr(made, name, _shape_of(value))
+        elif hasattr(value, "absmax"):
+            setattr(made, name, _state_of_shapes(value))
+    return made
+
+
 def _shape_of(tensor: Tensor) -> Tensor:
     """A tensor of the same shape without memory. Made in fake mode."""
+    if is_traceable_wrapper_subclass(tensor):
+        return nn.Parameter(rewrapped(tensor, _shape_of), requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         values = torch.empty(tensor.shape, dtype=tensor.dtype)
         if not is_unmaterialized(tensor) and not tensor.is_contiguous():
             values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        return nn.Parameter(values, requires_grad=tensor.requires_grad)
+        made = nn.Parameter(values, requires_grad=tensor.requires_grad)
+        if (state := quant_state_of(tensor)) is not None:
+            vars(made).update(vars(tensor) | {"quant_state": _state_of_shapes(state)})
+        return made
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).requires_grad_(tensor.requires_grad)

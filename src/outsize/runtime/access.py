@@ -144,11 +144,16 @@ class ParameterAccess:
     def weight(self, name: str) -> Tensor:
         """The memory that holds a parameter's value, as a tensor on the device."""
         if name in self._wrappers:
-            return rewrapped(name, self._wrappers[name][0], self.weight)
+            return rewrapped(self._wrappers[name][0], self._weight_of)
         self.synchronize()
         self._touched.add(self._chunk_of(name))
         with torch.inference_mode(False):  # it may be written later
             return self._store.value(name, on_device=True)
+
+    def _weight_of(self, part: Tensor) -> Tensor:
+        found = owner_of(part)
+        assert found is not None
+        return self.weight(found[1])
 
     def loaded_weight(self, name: str) -> Tensor | None:
         """The parameter's own memory on the device, if it holds the value now. For modules called by themselves."""
