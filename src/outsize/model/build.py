@@ -21,7 +21,7 @@ from outsize.model.quantized import quantization_section, refuse_quantized_confi
 from outsize.model.weights import FileWeights, Weights, unmaterialize
 from outsize.quant.reading import quantize, quantize_in_memory
 from outsize.quant.settings import Quantization
-from outsize.quant.stored import read_quantized
+from outsize.quant.stored import adopt_layers, read_quantized, require_converted
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,15 @@ def build_model(
         return Built(model, None)
     model.tie_weights()  # init_empty_weights makes two parameters of a tied one
     folder = Path(weights_from) if weights_from else local_folder(path)
-    weights: FileWeights
+    weights: FileWeights | None
     if section is None:
         weights = FileWeights(folder, model)
-    else:
-        weights = read_quantized(folder, model, section, quantization)
+    elif (weights := read_quantized(folder, model, section, quantization)) is None:
+        require_converted(folder, section)
+        config.quantization_config = section
+        whole = _loaded_whole(kind, config, folder, {**settings, "device_map": "cpu"})
+        adopt_layers(whole, quantization)
+        return Built(whole, None)
     if rounded := weights.rounded(model):
         some = f"{rounded[0]} and {len(rounded) - 1} other weights are" if len(rounded) > 1 else f"{rounded[0]} is"
         log.warning(

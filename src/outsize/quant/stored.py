@@ -19,6 +19,7 @@ from outsize.quant.weight_only import Fp8Linear
 
 _AGAIN = "Get the folder again"
 _BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_MARKS = (".absmax", ".SCB", ".weight_scale_inv")
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
@@ -72,9 +73,10 @@ class StoredWeights(FileWeights):
 
 def read_quantized(
     folder: Path, model: Any, section: Mapping[str, Any], quantization: Quantization | None
-) -> StoredWeights:
-    """Replace the linear layers of a model on meta by those of the files, whose weights are unmaterialized. `section`:
-    `quantization_config` of the folder. `quantization`: what the user wants.
+) -> StoredWeights | None:
+    """Replace the linear layers of a model on meta by those of the files, whose weights are unmaterialized. None: the
+    files have other names, which transformers converts. `section`: `quantization_config` of the folder.
+    `quantization`: what the user wants.
     """
     is_fp8 = section.get("quant_method") == "fp8"
     _require_same(folder, section, quantization)
@@ -94,13 +96,41 @@ def read_quantized(
         for file in opened:
             file.close()
     if not found.layers:
+        if any(key.endswith(_MARKS) for key in files):
+            return None
         raise BadFile(
             f"{folder}: its config says that weights are quantized, but no linear layer of {type(model).__name__} is. "
             f"{_AGAIN}."
         )
     replace_layers(model, found.layers)
     mark_quantized(model, section)
-    return StoredWeights(folder, model, found)
+    weights = StoredWeights(folder, model, found)
+    if weights.missing and weights.unexpected:
+        weights.close()
+        return None
+    return weights
+
+
+def require_converted(folder: Path, section: Mapping[str, Any]) -> None:
+    """Refuse a folder with other names if transformers would load it otherwise than it is trained here."""
+    if not section.get("load_in_4bit"):
+        raise ModelUnsupported(
+            f"{folder}: the names of its weights are not those of the model, and outsize converts such folders with "
+            "4-bit weights of bitsandbytes only. Use the unquantized model, with load_in_4bit or load_in_8bit."
+        )
+
+
+def adopt_layers(model: Any, quantization: Quantization | None) -> None:
+    """Set up the 4-bit layers of a model that transformers has loaded as `read_quantized` does."""
+    from outsize.quant.modules import bnb
+
+    name = None if quantization is None else quantization.bnb_4bit_compute_dtype
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.compute_dtype = model.dtype if name is None else getattr(torch, name)
+            module.compute_type_is_set, module.support_avx512bf16_for_cpu = True, False
+            if module.bias is not None:
+                module.bias.data = module.bias.data.to(module.compute_dtype)
 
 
 _Make = Callable[[Mapping[str, TensorFile], str, Any, _Found], nn.Module | None]

@@ -68,6 +68,25 @@ def test_a_folder_saved_by_transformers_computes_as_in_transformers(tmp_path: Pa
     assert torch.equal(input_gradient(mine), input_gradient(theirs))
 
 
+def test_folders_with_other_names_are_converted_by_transformers(tmp_path: Path) -> None:
+    """Experts that the files have one by one."""
+    pytest.importorskip("bitsandbytes")
+    config = transformers.Qwen3MoeConfig(
+        **{name: value for name, value in CONFIG.items() if name != "attention_bias"},
+        moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2, head_dim=16,
+    )  # fmt: skip
+    folder = bf16_folder(tmp_path / "bf16", transformers.Qwen3MoeForCausalLM, config)
+    theirs = of_transformers(folder, **FORMS["nf4 double"])
+    assert_same_parts(load(folder, load_in_4bit=True), theirs)
+    theirs.save_pretrained(tmp_path / "saved")
+    mine = load(tmp_path / "saved")
+    assert_same_parts(mine, theirs)
+    assert torch.equal(logits(mine), logits(theirs))
+    of_transformers(folder, load_in_8bit=True).save_pretrained(tmp_path / "int8")
+    with pytest.raises(ModelUnsupported, match="converts such folders with 4-bit weights of bitsandbytes only"):
+        load(tmp_path / "int8")
+
+
 def test_its_own_kind_may_be_asked_for(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     folder = saved(tmp_path, **FORMS["nf4"])
