@@ -50,6 +50,45 @@ def test_unsupported_quantization_is_refused_by_name(make: Callable[[], nn.Modul
         outsize.prepare(model, (torch.ones(4, 64),), device="cpu")
 
 
+def train(model: nn.Module, optimizer: Any, *args: Any) -> list[float]:
+    losses = []
+    for _ in range(2):
+        loss = model(*args).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def reference(model: nn.Module) -> Reference:
+    return Reference([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.bfloat16, None])
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_biases_in_another_dtype_than_is_computed_in_train_to_the_bit(compute_dtype: Any, is_trained: bool) -> None:
+    """The first forward of a Linear4bit replaces the bias's memory by a cast."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        quantized = [bnb.nn.Linear4bit(64, 64, compute_dtype=compute_dtype, quant_type="nf4") for _ in range(3)]
+        for linear in quantized:
+            linear.bias.requires_grad_(is_trained)
+        layers = [nn.Sequential(linear, nn.Tanh(), nn.Linear(64, 64)) for linear in quantized]
+        return nn.Sequential(nn.Linear(64, 64), *layers).to("cpu")
+
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    plain, model = make(), make()
+    wanted = train(plain, reference(plain), x)
+    engine = outsize.prepare(
+        model, (x,), optimizer=outsize.AdamW(lr=1e-2), device="sim:16MiB", pins=outsize.Pins(n_persist=0)
+    )
+    assert train(model, engine.optimizer, x) == wanted
+    engine.detach()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("kind", ["Embedding4bit", "EmbeddingNF4"])
 def test_a_quantized_embedding_streams(kind: str) -> None:
     """In the stem, which is no layer: the profiling run sees which parts it reads."""
@@ -59,23 +98,13 @@ def test_a_quantized_embedding_streams(kind: str) -> None:
         embedding = getattr(bnb.nn, kind)(32, 64, dtype=torch.float32).to("cpu")
         return nn.Sequential(embedding, *(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
 
-    def train(model: nn.Module, optimizer: Any) -> list[float]:
-        losses = []
-        for _ in range(2):
-            loss = model(ids).square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-        return losses
-
     ids = torch.arange(16).view(2, 8)
     plain, model = make(), make()
-    wanted = train(plain, Reference([p for p in plain.parameters() if p.requires_grad], lr=1e-2))
+    wanted = train(plain, reference(plain), ids)
     pins = outsize.Pins(n_persist=0)
     engine = outsize.prepare(model, (ids,), optimizer=outsize.AdamW(lr=1e-2), device="sim:16MiB", pins=pins)
     place = engine.runtime.place
     stem = [name for name in place.layout.location if name.startswith("0.")]
     assert len(stem) >= 2 and all(place.streams(place.layout.location[name][0]) for name in stem)
-    assert train(model, engine.optimizer) == wanted
+    assert train(model, engine.optimizer, ids) == wanted
     engine.detach()

@@ -7,7 +7,7 @@ and `named_parameters()` lacks them. Each has its name in files:
   `….weight.nested_offset` are in `weight.quant_state`.
 - bitsandbytes, 8 bits: `….SCB` is an attribute of the weight, and after the first forward of `module.state`.
 - Tensor subclasses that consist of other tensors (torchao): the inner tensors, `….weight.qdata`.
-- fp8 with `….weight_scale_inv`: ordinary parameters.
+- fp8 with `….weight_scale_inv` (transformers): ordinary parameters.
 
 Lookup tables (`quant_state.code`) are no parts but constants: all weights share one copy on the device.
 """
@@ -84,7 +84,7 @@ def _of_parameter(module: nn.Module, name: str, param: nn.Parameter) -> Iterator
         yield from _inner_tensors(name, param, param.numel())
         return
     state = quant_state_of(param)
-    scale = name.endswith("weight_scale_inv")
+    scale = name.endswith("_scale_inv")
     yield Part(name, param, None, "", math.prod(state.shape) if state is not None else 0 if scale else param.numel())
     if state is not None:
         yield Part(f"{name}.absmax", state.absmax, state, "absmax", 0)

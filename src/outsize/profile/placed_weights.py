@@ -55,7 +55,7 @@ class PlacedWeights:
         if tensor.layout != torch.strided:
             return ()
         found = self._params_in_storage.get(storage_id(tensor.untyped_storage()), ())
-        return {sibling: None for param in found for sibling in self._siblings[id(param)]}
+        return {sibling: None for param in found for sibling in self._siblings.get(id(param), (param,))}
 
     def place(self, module: nn.Module) -> None:
         """Copy a module's weights to the device until profiling ends."""

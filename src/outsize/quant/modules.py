@@ -59,8 +59,6 @@ def four_bit_linear(shape: tuple[int, int], bias: nn.Parameter | None, state: An
         quant_type=state.quant_type,
         device="meta",
     )
-    if bias is not None and bias.dtype != compute_dtype:  # its forward would replace the data of the bias
-        bias = nn.Parameter(bias.data.to(compute_dtype), requires_grad=bias.requires_grad)
     linear.bias, linear.quant_state = bias, state
     linear.weight = bnb.nn.Params4bit(
         unmaterialized(((math.prod(shape) + 1) // 2, 1), torch.uint8),

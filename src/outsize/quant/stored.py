@@ -129,8 +129,6 @@ def adopt_layers(model: Any, quantization: Quantization | None) -> None:
         if isinstance(module, bnb.nn.Linear4bit):
             module.compute_dtype = model.dtype if name is None else getattr(torch, name)
             module.compute_type_is_set, module.support_avx512bf16_for_cpu = True, False
-            if module.bias is not None:
-                module.bias.data = module.bias.data.to(module.compute_dtype)
 
 
 _Make = Callable[[Mapping[str, TensorFile], str, Any, _Found], nn.Module | None]

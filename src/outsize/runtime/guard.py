@@ -37,6 +37,10 @@ class Guard(TorchDispatchMode):
             if place.streams(chunk.index)
             for piece in chunk.pieces
         }
+        # A weight that consists of other tensors is as stale as they are.
+        for wrapper, names in store.wrappers.values():
+            for part in [store.params[name] for name in names if id(store.params[name]) in self._where]:
+                self._where[id(wrapper)] = (weakref.ref(wrapper), *self._where[id(part)][1:])
         self._slot_at = {store.gpu[B.SLOT, slot].untyped_storage().data_ptr(): slot for slot in store.slot_contents}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

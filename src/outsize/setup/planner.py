@@ -35,6 +35,7 @@ from outsize.model.batch import (
 from outsize.model.discover import Layer, find_layers
 from outsize.model.graph import BlockGraph
 from outsize.model.own_checkpointing import turn_checkpointing_off
+from outsize.model.parts import quant_state_of
 from outsize.model.tensors import tensors_in
 from outsize.model.weights import FileWeights, Weights, convert, is_unmaterialized, unmaterialize
 from outsize.planner.search import search
@@ -76,6 +77,7 @@ class Planner:
         self.weights = _weights_of(model, request.weights)
         """Where unmaterialized parameters get their values."""
         _disable_own_checkpointing(model)
+        _cast_biases(model)
         layers = find_layers(model, request.blocks)
         if request.blocks is None:  # both ways to cut the model; the profiling run decides between them
             whole = find_layers(model, in_sequentials=False)
@@ -358,6 +360,19 @@ def _weights_of(model: nn.Module, weights: "str | Path | Weights | None") -> Wei
         )
     unmaterialize(model)
     return weights
+
+
+def _cast_biases(model: nn.Module) -> None:
+    """Convert biases of bitsandbytes' 4-bit modules to the dtype that they compute in. Their first forward would do so,
+    by replacing the bias's memory.
+    """
+    dtypes = {}
+    for path, module in model.named_modules():
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        dtype = getattr(module, "compute_dtype", None)
+        if weight is not None and bias is not None and dtype is not None and quant_state_of(weight) is not None:
+            dtypes[f"{path}.bias".lstrip(".")] = dtype
+    convert(model, dtypes)
 
 
 def _adopt_dtypes(model: nn.Module) -> dict[str, torch.dtype]:

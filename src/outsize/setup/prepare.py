@@ -12,6 +12,7 @@ from outsize.base.log import log
 from outsize.device.device import Device
 from outsize.device.rng import host_rng_untouched
 from outsize.layout.chunks import DEFAULT_CHUNK_BYTES
+from outsize.model.parts import distinct_tables
 from outsize.model.strategies import TILE_TOKENS
 from outsize.model.weights import Weights
 from outsize.optim.method import MethodSpec
@@ -242,6 +243,7 @@ def prepare_forward_only(
     budget = made.estimate.gpu_bytes
     if only_weights:
         place = Placement(planned.graph, planned.layout, made.decision, made.step_config, made.work, made.shared)
-        budget = sum(place.gpu.values()) + sum(buffer.nbytes for buffer in model.buffers())
+        constants = (*model.buffers(), *distinct_tables(model))
+        budget = sum(place.gpu.values()) + sum(tensor.nbytes for tensor in constants)
     planned = replace(planned, plan=replace(made, gpu_budget_bytes=budget))
     return Engine(model, planner.layers, planned, device=planner.device, optimizer=own.optimizer, planner=planner.plan)

@@ -118,9 +118,7 @@ def test_compute_dtype_is_the_models_or_as_given(tmp_path: Path) -> None:
     for given, dtype in ((None, BF16), ("float32", torch.float32)):
         model = load(folder, load_in_4bit=True, bnb_4bit_compute_dtype=given)
         assert model.model.layers[0].mlp.up_proj.compute_dtype == dtype
-        before = {name: param.data_ptr() for name, param in model.named_parameters()}
-        logits(model)
-        assert before == {name: param.data_ptr() for name, param in model.named_parameters()}
+        assert logits(model).isfinite().all()
 
 
 def test_transformers_and_peft_take_it_for_their_own(tmp_path: Path) -> None:
