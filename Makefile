@@ -120,7 +120,7 @@ bench: $(READY)
 .PHONY: test-arm64 wheels
 
 # Compares what the C kernels compute on x86-64 and arm64. Needs gcc for both, and qemu-user-static.
-KERNEL_FLAGS = $(shell $(PYTHON) -c "import runpy; print(*runpy.run_path('src/outsize/optim/build.py')['FLAGS'])")
+KERNEL_FLAGS = $(shell $(PYTHON) -c "import runpy; print(*runpy.run_path('src/outsize/native/build.py')['FLAGS'])")
 test-arm64: $(READY)
 	mkdir -p build
 	x86_64-linux-gnu-gcc $(KERNEL_FLAGS) -static tools/kernel_bits.c -o build/bits-x86_64 -lm

@@ -2,6 +2,7 @@
 pytest.importorskip.
 """
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -12,6 +13,7 @@ import torch
 from cells import Outcome, Traced
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outsize
@@ -19,6 +21,9 @@ from outsize.device.sim import SimDevice
 from outsize.hardware.catalog import lookup
 from outsize.model.discover import find_layers
 from outsize.profile import cache
+from outsize.quant import settings
+from outsize.quant.reading import quantize_in_memory
+from outsize.quant.weight_only import Fp8Linear
 
 VOCAB, TOKENS = 128, 32
 CONFIG = LlamaConfig(
@@ -32,12 +37,14 @@ CONFIG = LlamaConfig(
     attention_bias=True,
     attention_dropout=0.1,
 )
-Quantization = Literal["nf4-double", "nf4", "fp4", "torchao-int8"]
+Quantization = Literal["nf4-double", "nf4", "fp4", "torchao-int8", "int8", "fp8"]
 PART_NAMES = {
     "nf4-double": (".absmax", ".nested_absmax", ".nested_offset"),
     "nf4": (".absmax",),
     "fp4": (".absmax", ".nested_absmax", ".nested_offset"),
     "torchao-int8": (".qdata", ".scale", ".zero_point"),
+    "int8": (".SCB",),
+    "fp8": (".weight_scale_inv",),
 }
 """Ends of the names of what a quantized weight has beside its packed bytes."""
 
@@ -63,19 +70,40 @@ def _to_4bit(model: nn.Module, quant_type: str, *, double: bool) -> None:
         model.set_submodule(path, made.to("cpu"))
 
 
+def _to_fp8(model: nn.Module) -> None:
+    """In blocks of 48 × 32; the last rows of some weights are no whole block."""
+    for path, module in list(model.named_modules()):
+        if type(module) is not nn.Linear:
+            continue
+        rows, columns = module.weight.shape
+        made = Fp8Linear(
+            columns, rows, bias=module.bias, block=(48, 32), scale_dtype=torch.float32, compute_dtype=torch.bfloat16
+        )
+        padded = F.pad(module.weight.detach().float(), (0, 0, 0, -rows % 48))
+        scale = padded.unflatten(1, (-1, 32)).unflatten(0, (-1, 48)).abs().amax((1, 3)) / 448
+        codes = padded / scale.repeat_interleave(48, 0).repeat_interleave(32, 1)
+        made.weight = nn.Parameter(codes[:rows].to(torch.float8_e4m3fn), requires_grad=False)
+        made.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+        model.set_submodule(path, made)
+
+
 def quantize(model: nn.Module, quantization: Quantization) -> None:
     """Quantize all linear layers of a module in place."""
     if quantization == "torchao-int8":
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
         quantize_(model.requires_grad_(False), Int8WeightOnlyConfig())
+    elif quantization == "int8":
+        quantize_in_memory(model, settings.Quantization(load_in_8bit=True))
+    elif quantization == "fp8":
+        _to_fp8(model)
     else:
         _to_4bit(model, quantization.partition("-")[0], double=quantization != "nf4")
 
 
 def unquantized() -> nn.Module:
     torch.manual_seed(0)
-    return LlamaForCausalLM(CONFIG).to(torch.bfloat16)
+    return LlamaForCausalLM(copy.deepcopy(CONFIG)).to(torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,18 +19,21 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "outsize"
 MAY_IMPORT: dict[str, str] = {
     "base": "",
     "compat": "",  # private names of other libraries; for all but those without torch
-    "config": "base model.offloading model.strategies optim.names",
+    "config": "base model.offloading model.strategies optim.names quant.settings",
     "hardware": "base config.source",  # a machine is a YAML file
     "lora": "base compat",
-    "model": "base compat hub lora checkpoint.model_files checkpoint.tensorfile",  # weights are read from files
+    # weights are read from files
+    "model": "base compat hub lora checkpoint.model_files checkpoint.tensorfile quant",
     "device": "base compat hardware calibration.rates",
     "layout": "base model.graph",
     "schedule": "base hardware.lanes hardware.spec model.graph model.strategies model.work layout",
-    "optim": "base compat device hardware.host layout schedule",
+    "native": "base hardware.host",
+    "optim": "base compat device layout native schedule",
+    "quant": "base checkpoint.tensorfile compat model.parts model.weights native",
     "dist": "base device",
     "transfer": "base compat device hardware.lanes schedule.buffers schedule.hazards",  # no plan, no model
     "activation": "base compat device model transfer",
-    "calibration": "base config.source device hardware optim schedule progress layout",
+    "calibration": "base config.source device hardware native.build optim schedule progress layout",
     "profile": "base compat device hardware model transfer activation layout schedule progress",
     "planner": "base hardware model.graph model.strategies model.work profile.trace layout schedule",
     "report": "base hardware schedule planner layout model.graph profile.trace",
@@ -68,7 +71,9 @@ WITHOUT_TORCH = (
     "model.offloading",
     "model.strategies",
     "model.work",
+    "native.build",
     "profile.trace",
+    "quant.settings",
     "methods.bypass.variants",
     "methods.osft.method",
     "methods.osft.shape",

@@ -14,10 +14,12 @@ ROOT = Path(__file__).parent.parent
 USE = """
 import outsize, sys
 from outsize.cli.main import app
-from outsize.optim.native import Kernel, find_kernel
+from outsize.optim.native import find_kernel
+from outsize.quant.native import find_kernel as find_quantizer
 
 assert outsize.__file__.startswith(sys.argv.pop(1)), outsize.__file__
-assert isinstance(find_kernel(), Kernel), find_kernel()
+for found in (find_kernel(), find_quantizer()):
+    assert not isinstance(found, str), found
 app()
 """
 

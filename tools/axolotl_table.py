@@ -23,7 +23,8 @@ the tables list the others. This page is generated from `config/keys.py` by `pyt
   if there is no adapter or no evaluation data. With `lr_scheduler: constant`, a warmup has no effect.
 - `optimizer: adamw_bnb_8bit`, `paged_adamw_8bit` and the like run as exact AdamW. The state takes 10 bytes per trained
   parameter, in host memory where the plan does not keep it on the GPU.
-- One GPU only, and no 4-bit weights: those files are refused.
+- One GPU only: files for several are refused. `adapter: qlora` and `load_in_8bit` need bitsandbytes
+  ([quantized bases](lora.md#quantized-bases)).
 """
 
 

@@ -1,10 +1,10 @@
-/* Prints a checksum of what every kernel of native.c computes, to compare processors. NaNs count as one value: their
+/* Prints a checksum of what every kernel of optim/native.c computes, to compare processors. NaNs count as one value: their
  * sign and payload depend on the processor.
  *
  *   x86-64: gcc $FLAGS tools/kernel_bits.c -o bits -lm && ./bits
  *   arm64:  aarch64-linux-gnu-gcc $FLAGS -static tools/kernel_bits.c -o bits -lm && qemu-aarch64-static ./bits
  *
- * FLAGS are those of src/outsize/optim/build.py. `make test-arm64` compares both.
+ * FLAGS are those of src/outsize/native/build.py. `make test-arm64` compares both.
  */
 #include "../src/outsize/optim/native.c"
 

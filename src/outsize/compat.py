@@ -132,6 +132,9 @@ def transformers() -> SimpleNamespace:
         ForCausalLMLoss=find("transformers.loss.loss_utils.ForCausalLMLoss"),  # the loss that may be computed in chunks
         render_jinja_template=find("transformers.utils.chat_template_utils.render_jinja_template"),
         from_config=find("transformers.PreTrainedModel._from_config"),
+        # which modules its quantizers leave out
+        get_keys_to_not_convert=find("transformers.quantizers.base.get_keys_to_not_convert"),
+        should_convert_module=find("transformers.quantizers.quantizers_utils.should_convert_module"),
     )
 
 

@@ -21,6 +21,7 @@ from outsize.base.errors import BadFile, ConfigError, ModelUnsupported, PlanInfe
 from outsize.checkpoint.model_files import SINGLE
 from outsize.forecast.fake_trace import config_of
 from outsize.model.build import build_model, load_config
+from outsize.model.quantized import READ
 from outsize.model.weights import is_unmaterialized
 from outsize.setup.prepare import preview
 
@@ -251,9 +252,12 @@ def reading(folder: Path) -> tuple[Any, Any]:
 def test_a_quantized_config_is_refused_by_its_method(tmp_path: Path, config: dict[str, Any], method: str) -> None:
     folder_of(tmp_path, **config)
     for read in reading(tmp_path):
-        with pytest.raises(
-            ModelUnsupported, match=f"quantized with {method}, which outsize does not read. Use the unquantized model"
-        ):
+        do = (
+            "and only adapters can be trained on"
+            if method in READ
+            else "which outsize does not read. Use the unquantized"
+        )
+        with pytest.raises(ModelUnsupported, match=f"quantized with {method}, {do}"):
             read()
 
 

@@ -31,7 +31,7 @@ bnb = pytest.importorskip("bitsandbytes")
 pytest.importorskip("torchao")
 
 STEPS = 4
-BASES: tuple[quantized.Quantization, ...] = ("nf4-double", "nf4", "fp4", "torchao-int8")
+BASES: tuple[quantized.Quantization, ...] = ("nf4-double", "nf4", "fp4", "torchao-int8", "int8", "fp8")
 HOMES = ("resident", "mixed", "streamed")
 STRATEGIES: tuple[Strategy, ...] = ("keep", "recompute", "offload", "swap")
 DEVICES = ("cpu", "sim")

@@ -28,7 +28,7 @@ from outsize.hardware.catalog import CATALOG
 from outsize.hardware.lanes import LANE_FACTS, Lane
 from outsize.hardware.machine import Machine, read_machine, write_machine
 from outsize.hardware.spec import HardwareSpec
-from outsize.optim.build import can_have_kernel
+from outsize.native.build import UPDATES, can_have_kernel
 
 ASSUMED = "rtx3090"
 """The catalog entry whose rates are assumed for an unknown GPU."""
@@ -74,7 +74,7 @@ def _probe_or_catalog(identity: Identity, *, gpu_bytes: int, host_bytes: int) ->
     base = min(known, key=lambda spec: abs(spec.gpu_bytes - gpu_bytes)) if known else CATALOG[ASSUMED]
     origin = base.provenance if known else f"assumed equal to {base.name}: this GPU is not in the catalog"
     rate = base.host_adam_params_per_second
-    if not can_have_kernel():
+    if not can_have_kernel(UPDATES):
         rate /= TORCH_SLOWDOWN
         origin += f"; CPU updates {TORCH_SLOWDOWN} times slower: there is no C compiler, so they run in torch"
     return replace(

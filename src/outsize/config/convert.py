@@ -93,7 +93,7 @@ def optimizer_arguments(_: str, value: Any, __: Mapping[str, Any]) -> Converted:
 
 
 def adapter(_: str, value: Any, given: Mapping[str, Any]) -> Converted:
-    """`qlora` with `load_in_4bit` is LoRA of a 4-bit model. The latter is refused, once."""
+    """`qlora` is LoRA on a 4-bit base."""
     return Converted(keys={"adapter": "lora" if value == "qlora" and given.get("load_in_4bit") else value})
 
 
@@ -105,10 +105,25 @@ def target_modules(_: str, value: Any, __: Mapping[str, Any]) -> Converted:
     return Converted(keys={"lora_target_modules": [value] if is_name else value})
 
 
-def eight_bit_base(_: str, __: Any, ___: Mapping[str, Any]) -> Converted:
-    return Converted(
-        note="weights stay bf16, 2 bytes per parameter; those that do not fit the GPU are streamed from host memory"
-    )
+_OF_BITSANDBYTES = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
+_NO_OUTLIERS = ("llm_int8_threshold", "llm_int8_has_fp16_weight", "llm_int8_enable_fp32_cpu_offload")
+
+
+def bitsandbytes_settings(_: str, value: Any, given: Mapping[str, Any]) -> Converted:
+    """Axolotl's `bnb_config_kwargs`."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{show(value)} is not a mapping. Remove it.")
+    known = (*_OF_BITSANDBYTES, *_NO_OUTLIERS, "llm_int8_skip_modules", "bnb_4bit_quant_storage")
+    if unknown := [str(name) for name in value if name not in known]:
+        raise ConfigError(f"{unknown[0]} is not supported. Remove it.")
+    if not (given.get("load_in_4bit") or given.get("load_in_8bit")):
+        return Converted()
+    names = [*(_OF_BITSANDBYTES if given.get("load_in_4bit") else ()), "llm_int8_skip_modules"]
+    return Converted(keys={name: value[name] for name in names if value.get(name) is not None})
+
+
+def quant_storage(_: str, value: Any, __: Mapping[str, Any]) -> Converted:
+    return Converted(note="packed weights are stored as uint8; the bytes are the same in any dtype")
 
 
 def half_precision(key: str, __: Any, ___: Mapping[str, Any]) -> Converted:

@@ -30,11 +30,13 @@ _OFFLOADING_PINS = {strategy.pin for strategy in STRATEGIES if strategy.sends}
 _CHAT_TYPES = ("chat_template", "chat_template.default")
 _SHARED = {"field_system"}
 _OSFT_KEYS = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name.startswith("osft_"))
+_4BIT_KEYS = tuple(field.name for field in dataclasses.fields(RunConfig) if field.name.startswith("bnb_4bit_"))
 _OSFT_RANKS = ("osft_unfreeze_rank_ratio", "osft_effective_rank")
 _NOT_PRUNING = {
     "adapter": "Layers are trained whole", "rl": "Layers learn from the teacher alone",
     "plan": "The memory is planned per layer", "num_epochs": "prune.tokens is the length of the run",
     "max_steps": "prune.tokens is the length of the run", "reinit_weights": "The teacher's weights are needed",
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "Variants are cut from the teacher's weights"),
     "unfrozen_parameters": "prune.learn says what is trained", "load_best_model_at_end": "prune.keep says what is kept",
     "optim_args": "Variants are trained with AdamW", "save_only_model": "prune.keep says what is kept",
 }  # fmt: skip
@@ -81,6 +83,18 @@ def _needs(key: str, other: str, value: str) -> Contradiction:
 def _needs_adapter(key: str, kind: str) -> Contradiction:
     problem = f"has no effect without adapter: {kind}. Set adapter: {kind}, or remove {key}."
     return Contradiction((key, "adapter"), lambda config, given: key in given and config.adapter != kind, problem)
+
+
+def _needs_lora(key: str) -> Contradiction:
+    problem = (
+        "quantized weights cannot be trained, only an adapter beside them. Set adapter: lora, or remove "
+        f"{key}: bf16 weights that do not fit the GPU are streamed from host memory."
+    )
+    return Contradiction(
+        (key, "adapter"),
+        lambda config, given: getattr(config, key) and config.adapter != "lora" and config.prune is None,
+        problem,
+    )
 
 
 def _conflicts_with_pruning(key: str, why: str) -> Contradiction:
@@ -164,6 +178,18 @@ CONTRADICTIONS = (
         "eval_steps ({config.eval_steps}). Change one of them.",
     ),
     *(_needs(key, "load_best_model_at_end", "true") for key in ("early_stopping_patience", "metric_for_best_model")),
+    Contradiction(
+        ("load_in_4bit", "load_in_8bit"),
+        lambda config, given: config.load_in_4bit and config.load_in_8bit,
+        "conflicts with load_in_8bit. Remove one of them.",
+    ),
+    *(_needs_lora(key) for key in ("load_in_4bit", "load_in_8bit")),
+    *(_needs(key, "load_in_4bit", "true") for key in _4BIT_KEYS),
+    Contradiction(
+        ("llm_int8_skip_modules", "load_in_4bit", "load_in_8bit"),
+        lambda config, given: bool(config.llm_int8_skip_modules) and config.quantization is None,
+        "has no effect without load_in_4bit or load_in_8bit. Set one of them, or remove llm_int8_skip_modules.",
+    ),
     *(_needs_adapter(key, "lora") for key in _LORA_KEYS),
     *(_needs_adapter(key, "osft") for key in _OSFT_KEYS),
     Contradiction(

@@ -41,10 +41,6 @@ def refused(what: str, keys: str) -> dict[str, OtherKey]:
 _TO_EXPORTED = "Train without it, and apply it to the exported model."
 _OWN_LOOP = "Train with OutsizeTrainer, or remove it."
 _ONE_GPU = "A run uses one GPU. Remove it: weights that do not fit the GPU are streamed from host memory."
-_4BIT = (
-    "Weights are not quantized. Remove it and use adapter: lora; the base is then bf16, streamed from host memory "
-    "where it does not fit the GPU."
-)
 _FIXED = "Model and tokenizer are used as they are saved. Change them once with transformers and save the folder."
 
 SHARED: dict[str, OtherKey] = {
@@ -64,7 +60,7 @@ SHARED: dict[str, OtherKey] = {
         "its state takes", "optimizer",
     ),
     **converted(convert.optimizer_arguments, "a mapping is written as `name=value,name=value`", "optim_args"),
-    **converted(convert.adapter, "`lora`; `qlora` is refused with `load_in_4bit`", "adapter"),
+    **converted(convert.adapter, "`qlora` is `lora` with `load_in_4bit`, which it needs", "adapter"),
     **converted(
         convert.target_modules, "a string with more than a name is a regex; `all-linear` is `lora_target_linear`",
         "lora_target_modules",
@@ -74,8 +70,10 @@ SHARED: dict[str, OtherKey] = {
         "replaced by `sdpa`, with a note", "attn_implementation",
     ),
     **converted(convert.half_precision, "`bf16: true`, also beside `bf16: false`", "fp16 float16"),
-    **converted(convert.eight_bit_base, "weights stay bf16, streamed from host memory where they do not fit the GPU",
-                "load_in_8bit"),
+    **converted(convert.quant_storage, "packed 4-bit weights are stored as uint8; the bytes are the same in any dtype",
+                "bnb_4bit_quant_storage"),
+    **ignored("8-bit weights are dequantized: activations are not quantized, and there are no outliers",
+              "llm_int8_threshold llm_int8_has_fp16_weight llm_int8_enable_fp32_cpu_offload"),
     **converted(convert.dtype, "`bf16: true`, or `false` for float32", "torch_dtype dtype"),
     **ignored(
         "the plan decides per block what is recomputed (`plan: {n_checkpoint: 3}` fixes how many)",
@@ -95,7 +93,6 @@ SHARED: dict[str, OtherKey] = {
     **ignored("the log has loss, learning rate, gradient norm and tokens/s", "include_tokens_per_second debug"),
     **refused("The plan decides where weights and state are. Remove it; gpu_memory and host_memory set the budgets.",
               "deepspeed fsdp fsdp_config"),
-    **refused(_4BIT, "load_in_4bit"),
     **refused("Memory is planned before the first step. Give batch_size alone: outsize chooses the micro-batch.",
               "auto_find_batch_size"),
     **refused("Noise on embeddings is not supported. Remove it.", "neftune_noise_alpha noisy_embedding_alpha"),
@@ -107,6 +104,8 @@ AXOLOTL: dict[str, OtherKey] = {
     **renamed("bf16", "bfloat16"),
     **renamed("adam_epsilon", "adam_eps"),
     **converted(lambda *_: convert.Converted(keys={"bf16": False}), "`bf16: false`", "float32"),
+    **converted(convert.bitsandbytes_settings, "its keys `bnb_4bit_quant_type`, `bnb_4bit_use_double_quant`, "
+                "`bnb_4bit_compute_dtype` and `llm_int8_skip_modules` are settings", "bnb_config_kwargs"),
     **converted(
         convert.attention, "`attn_implementation`: `flash_attention_2`, `sdpa` (also for xformers), `flex_attention`, "
         "`eager`", "flash_attention sdp_attention xformers_attention flex_attention eager_attention",
@@ -198,7 +197,7 @@ AXOLOTL: dict[str, OtherKey] = {
     ),
     **converted(convert.plugins, "kernels, losses and trackers are ignored, others refused", "plugins"),
     **ignored("only with a key that is refused", "fsdp_* ring_attn_func expert_parallel_* orpo_alpha kto_* "
-              "cpo_alpha simpo_gamma vllm ebft num_labels center_rewards_coefficient bnb_config_kwargs bnb_* gptq_* "
+              "cpo_alpha simpo_gamma vllm ebft num_labels center_rewards_coefficient gptq_* "
               "model_quantization_config_kwargs "
               "llama4_linearized_experts nvfp4_* dsv4_* gemma4_fp8_nonexpert gemma4_nf4_nonexpert "
               "lisa_step_interval lisa_layers_attribute relora_* eaft_* fp8_* ray_* resources_per_worker "
@@ -216,8 +215,9 @@ AXOLOTL: dict[str, OtherKey] = {
               "dp_shard_size dp_replicate_size world_size use_ray"),
     **refused("Rewards are not part of a YAML run. Use TRL's RewardTrainer with OutsizeMixin in Python "
               "(docs/other-code.md).", "reward_model process_reward_model"),
-    **refused("Weights are not quantized. Remove it.", "gptq quantize_moe_experts model_quantization_config "
-              "nonexpert_quantization"),
+    **refused("GPTQ weights are not read. Remove it, and use the unquantized model with load_in_4bit.", "gptq"),
+    **refused("Linear layers are quantized by load_in_4bit or load_in_8bit, experts in one tensor are not. Remove it.",
+              "quantize_moe_experts model_quantization_config nonexpert_quantization"),
     **refused("Weights are bf16 with exact fp32 master weights. " + _TO_EXPORTED, "qat quantization fp8 llmcompressor "
               "use_onebitllms"),
     **refused("It changes the loss or the model. " + _OWN_LOOP, "diffusion use_eaft scaling_softmax scaling_softmax_* "

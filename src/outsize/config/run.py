@@ -4,7 +4,7 @@ The names are those of Axolotl and transformers. To add a key, add a field with 
 and a row in docs/config.md.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from outsize.base.records import Rule
@@ -14,6 +14,7 @@ from outsize.config.types import (
     Adapter,
     Bf16,
     Checkpoint,
+    ComputeDtype,
     Count,
     CountFromZero,
     CountOrShare,
@@ -42,6 +43,7 @@ from outsize.config.types import (
     Warmup,
 )
 from outsize.model.strategies import TILE_TOKENS
+from outsize.quant.settings import Quantization
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +101,17 @@ class RunConfig:
     """Values of the model's rotary embeddings that replace the saved ones, for rows beyond the model's positions."""
     reinit_weights: bool = False
     """Random weights, made from the model's config."""
+    load_in_4bit: bool = False
+    """Quantize the base of an adapter to 4 bits while it is read. The keys below are those of transformers."""
+    load_in_8bit: bool = False
+    """Quantize the base of an adapter to int8 with a scale per row."""
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    bnb_4bit_use_double_quant: bool = True
+    """Quantize the scales too."""
+    bnb_4bit_compute_dtype: ComputeDtype | None = None
+    """Dtype of the products with dequantized weights. None: the model's."""
+    llm_int8_skip_modules: tuple[Text, ...] = ()
+    """Modules that are not quantized, beside the output head."""
 
     datasets: Annotated[tuple[DatasetConfig, ...], Rule(expected="a list of at least one dataset", holds=bool)]
     test_datasets: tuple[DatasetConfig, ...] = ()
@@ -303,6 +316,12 @@ class RunConfig:
     """The optimizer that was given, if `optimizer` runs in its place."""
     overridden: tuple[str, ...] = field(default=(), metadata={"key": ""})
     """Keys that were given on the command line, with `--set`."""
+
+    @property
+    def quantization(self) -> Quantization | None:
+        if not self.load_in_4bit and not self.load_in_8bit:
+            return None
+        return Quantization(**{field.name: getattr(self, field.name) for field in fields(Quantization)})
 
     @property
     def has_eval_data(self) -> bool:

@@ -73,10 +73,13 @@ SdpKernel = Literal["auto", "flash", "cudnn", "efficient", "math"]
 ActivationOffloading = Annotated[
     Literal["auto", "true", "false", "legacy", "disk", "hidden_states"], Rule(also=((True, "true"), (False, "false")))
 ]
-Adapter = Annotated[
-    Literal["lora", "osft"],
+Adapter = Annotated[Literal["lora", "osft"], Rule(expected="lora or osft, or qlora with load_in_4bit: true")]
+ComputeDtype = Annotated[
+    Literal["bfloat16", "float16", "float32"],
     Rule(
-        expected="lora or osft. Weights are not quantized: for qlora, use lora; its bf16 base is streamed where needed"
+        expected="bfloat16, float16 or float32",
+        convert=lambda value: value.removeprefix("torch.") if isinstance(value, str) else value,
+        also=(("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")),
     ),
 ]
 Bf16 = Annotated[bool, Rule(also=(("auto", True), ("full", True)))]

@@ -56,11 +56,7 @@ def config_of(model: Any) -> Any:
         )
     config = load_config(model, may_be_quantized=True)
     if (method := quantization_of(config.to_dict())) is not None:
-        log.warning(
-            "%s: its weights are quantized with %s. The plan is for the unquantized model, which training needs.",
-            model,
-            method,
-        )
+        log.warning("%s: its weights are quantized with %s. The plan is for the unquantized model.", model, method)
     return config
 
 

@@ -17,8 +17,11 @@ from outsize.base.errors import BadFile, ConfigError, ModelUnsupported
 from outsize.base.log import log
 from outsize.hub import hub_answers, require_model_path
 from outsize.model.pruned import pruned_class
-from outsize.model.quantized import refuse_quantized_config
+from outsize.model.quantized import quantization_section, refuse_quantized_config
 from outsize.model.weights import FileWeights, Weights, unmaterialize
+from outsize.quant.reading import quantize, quantize_in_memory
+from outsize.quant.settings import Quantization
+from outsize.quant.stored import adopt_layers, read_quantized, require_converted
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ def build_model(
     overrides: Mapping[str, Any] | None = None,
     rope_parameters: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    for_adapter: bool = False,
+    quantization: Quantization | None = None,
 ) -> Built:
     """A model that can be trained.
 
@@ -48,20 +53,36 @@ def build_model(
         weights_from: read them from this folder instead: a checkpoint of the same model.
         overrides, rope_parameters: as of `overridden`.
         trust_remote_code: run the model code that the folder has, if transformers has no such model.
+        for_adapter: the weights may be quantized.
+        quantization: of the linear layers, while they are read.
     """
     from accelerate import init_empty_weights
     from transformers import GenerationConfig
 
-    config = overridden(load_config(path, trust_remote_code=trust_remote_code), overrides, rope_parameters)
+    config = load_config(path, for_adapter=for_adapter, trust_remote_code=trust_remote_code)
+    config = overridden(config, overrides, rope_parameters)
+    section = quantization_section(config.to_dict())
+    if section is not None:
+        _drop_quantization(config)
     kind = (_class_of_folder(config, path) if trust_remote_code else None) or trainable_class(config)
     settings = {"dtype": dtype, **({"attn_implementation": attn_implementation} if attn_implementation else {})}
     with nullcontext() if random else init_empty_weights(include_buffers=False):
         model = kind._from_config(config, **settings).train()
     if random:
+        if quantization is not None:
+            quantize_in_memory(model, quantization)
         return Built(model, None)
     model.tie_weights()  # init_empty_weights makes two parameters of a tied one
     folder = Path(weights_from) if weights_from else local_folder(path)
-    weights = FileWeights(folder, model)
+    weights: FileWeights | None
+    if section is None:
+        weights = FileWeights(folder, model)
+    elif (weights := read_quantized(folder, model, section, quantization)) is None:
+        require_converted(folder, section)
+        config.quantization_config = section
+        whole = _loaded_whole(kind, config, folder, {**settings, "device_map": "cpu"})
+        adopt_layers(whole, quantization)
+        return Built(whole, None)
     if rounded := weights.rounded(model):
         some = f"{rounded[0]} and {len(rounded) - 1} other weights are" if len(rounded) > 1 else f"{rounded[0]} is"
         log.warning(
@@ -71,14 +92,27 @@ def build_model(
             _name(dtype),
         )
     # transformers decides which weights stay fp32 in a bf16 model, and which are not tied in spite of the config.
-    if _is_converted(model, weights) or weights.untied() or getattr(model, "_keep_in_fp32_modules_strict", None):
+    if section is None and (
+        _is_converted(model, weights) or weights.untied() or getattr(model, "_keep_in_fp32_modules_strict", None)
+    ):
         weights.close()
-        return Built(_loaded_whole(kind, config, folder, settings), None)
+        whole = _loaded_whole(kind, config, folder, settings)
+        if quantization is not None:
+            quantize_in_memory(whole, quantization)
+        return Built(whole, None)
     weights.require_whole()
     weights.fill_buffers(model)
     if model.can_generate() and (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return Built(unmaterialize(model), weights)
+    source: Weights = weights if section is not None or quantization is None else quantize(model, weights, quantization)
+    return Built(unmaterialize(model), source)
+
+
+def _drop_quantization(config: Any) -> None:
+    """The layers are made as of the unquantized model first."""
+    for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if hasattr(each, "quantization_config"):
+            del each.quantization_config
 
 
 def overridden(
@@ -145,9 +179,11 @@ def _scaled_positions(rope: dict[str, Any], saved: int) -> list[int]:
     ]
 
 
-def load_config(model: str | Path, *, may_be_quantized: bool = False, trust_remote_code: bool = False) -> Any:
-    """Load a model's config. A quantized model is refused, with the name of the method. `trust_remote_code`: run the
-    folder's own code, if transformers has no such config.
+def load_config(
+    model: str | Path, *, may_be_quantized: bool = False, for_adapter: bool = False, trust_remote_code: bool = False
+) -> Any:
+    """Load a model's config. A quantized model is refused, with the name of the method; `for_adapter`: if it cannot be
+    read. `trust_remote_code`: run the folder's own code, if transformers has no such config.
     """
     from transformers import AutoConfig
 
@@ -176,7 +212,7 @@ def load_config(model: str | Path, *, may_be_quantized: bool = False, trust_remo
             "that file, or a hub id."
         ) from None
     if not may_be_quantized:
-        refuse_quantized_config(config.to_dict(), model)
+        refuse_quantized_config(config.to_dict(), model, for_adapter=for_adapter)
     return config
 
 

@@ -1,7 +1,7 @@
 """Recognizes quantized models by their config and by the tensors in their files.
 
-No quantization method is supported yet. Read as plain numbers, quantized weights lack their scales, and training would
-start from garbage.
+Those of bitsandbytes and fp8 are read for adapters (quant/stored.py), others are refused. Read as plain numbers,
+quantized weights lack their scales, and training would start from garbage.
 """
 
 import json
@@ -17,9 +17,11 @@ from outsize.base.errors import BadFile, ModelUnsupported
 from outsize.checkpoint.tensorfile import TensorSpec
 
 _SECTIONS = ("quantization_config", "compression_config")
+READ = ("bitsandbytes", "fp8")
+"""Methods whose folders are read, for adapters."""
 _DO = (
-    "Use the unquantized model, or dequantize it with transformers "
-    "(from_pretrained with FineGrainedFP8Config(dequantize=True) or Mxfp4Config(dequantize=True), or "
+    "Use the unquantized model (for adapters, with load_in_4bit if memory is short), or dequantize it with "
+    "transformers (from_pretrained with FineGrainedFP8Config(dequantize=True) or Mxfp4Config(dequantize=True), or "
     "model.dequantize()) and save that"
 )
 _SCALES = re.compile(
@@ -44,11 +46,17 @@ def quantization_of(config: Mapping[str, Any]) -> str | None:
     """The name of the method that a config (as in config.json) quantizes with, also in a nested config such as
     text_config. None: not quantized.
     """
+    settings = quantization_section(config)
+    return None if settings is None else _method(settings)
+
+
+def quantization_section(config: Mapping[str, Any]) -> Any:
+    """What a config says of quantization. None: nothing."""
     for section in _SECTIONS:
         if (settings := config.get(section)) is not None and settings != {}:
-            return _method(settings)
+            return settings
     for value in config.values():
-        if isinstance(value, Mapping) and (found := quantization_of(value)) is not None:
+        if isinstance(value, Mapping) and (found := quantization_section(value)) is not None:
             return found
     return None
 
@@ -63,9 +71,17 @@ def _method(settings: Any) -> str:
     return f"an unknown method (its keys are {', '.join(map(str, settings))})"
 
 
-def refuse_quantized_config(config: Mapping[str, Any], where: object) -> None:
-    if (method := quantization_of(config)) is not None:
-        raise ModelUnsupported(f"{where}: its weights are quantized with {method}, which outsize does not read. {_DO}.")
+def refuse_quantized_config(config: Mapping[str, Any], where: object, *, for_adapter: bool = False) -> None:
+    """`for_adapter`: the methods of READ pass."""
+    method = quantization_of(config)
+    if method is None or (for_adapter and method in READ):
+        return
+    if method in READ:
+        raise ModelUnsupported(
+            f"{where}: its weights are quantized with {method}, and only adapters can be trained on these. Set "
+            "adapter: lora in a run file (docs/lora.md), or use the unquantized model."
+        )
+    raise ModelUnsupported(f"{where}: its weights are quantized with {method}, which outsize does not read. {_DO}.")
 
 
 def refuse_quantized_folder(folder: Path) -> None:
@@ -89,8 +105,9 @@ def refuse_quantized_tensors(
         known: keys of the model, whose own tensors may have any name.
     """
     for key, (path, spec) in stored.items():
+        is_part = key in params and params[key].dtype == spec.dtype
         is_integer = key in params and params[key].is_floating_point() and not spec.dtype.is_floating_point
-        if spec.dtype in _FP8 or is_integer:
+        if (spec.dtype in _FP8 and not is_part) or is_integer:
             dtype = str(spec.dtype).removeprefix("torch.")
             raise BadFile(
                 f"{path}: {key} is stored as {dtype}, which outsize does not read as a weight: it is quantized. {_DO}."

@@ -9,7 +9,7 @@ read an unmaterialized parameter.
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from outsize.base.errors import BadFile, OutsizeError
 from outsize.base.log import log
 from outsize.checkpoint.model_files import INDEX, SINGLE
-from outsize.checkpoint.tensorfile import TensorFile
+from outsize.checkpoint.tensorfile import TensorFile, TensorSpec
+from outsize.model.parts import named_parts
 from outsize.model.quantized import refuse_quantized_folder, refuse_quantized_tensors
 
 _CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -50,10 +51,14 @@ def unmaterialize(model: nn.Module) -> nn.Module:
     return model
 
 
-def unmaterialized_like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    data = torch.empty(param.shape, dtype=dtype)  # its pages are never touched, so they use no memory
+def unmaterialized(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    data = torch.empty(tuple(shape), dtype=dtype)  # its pages are never touched, so they use no memory
     data.untyped_storage().resize_(0)
     return data
+
+
+def unmaterialized_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return unmaterialized(param.shape, dtype)
 
 
 def is_unmaterialized(param: Tensor) -> bool:
@@ -93,7 +98,7 @@ class FileWeights:
 
     def __init__(self, folder: Path, model: nn.Module):
         self.folder = folder
-        refuse_quantized_folder(folder)
+        self._refuse_quantized_folder()
         self._files: list[TensorFile] = []
         try:
             for path in weight_files(folder):
@@ -103,12 +108,28 @@ class FileWeights:
             self.close()
             raise
 
+    # What is different in a folder with quantized weights (quant/stored.py).
+
+    def _refuse_quantized_folder(self) -> None:
+        refuse_quantized_folder(self.folder)
+
+    def _read_apart(self) -> Set[str]:
+        """Tensors of the files, and parts of the model, that are not read as tensors of one name."""
+        return frozenset()
+
+    def _require_fit(self, name: str, tensor: Tensor, spec: TensorSpec, path: Path) -> None:
+        if spec.shape != tuple(tensor.shape):
+            raise BadFile(
+                f"{path}: {name} has the shape {spec.shape}, but {tuple(tensor.shape)} in the model. Use the files of "
+                "this model."
+            )
+
     def _match(self, model: nn.Module) -> None:
-        where = {key: file for file in self._files for key in file.entries}
-        kept = model.state_dict().keys()
-        params = dict(model.named_parameters(remove_duplicate=False))
+        apart = self._read_apart()
+        where = {key: file for file in self._files for key in file.entries if key not in apart}
+        params = {name: part for name, part in named_parts(model, remove_duplicate=False) if name not in apart}
         # A model computes the buffers that it does not save, even if old files have them.
-        buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in kept}
+        buffers = saved_buffers(model)
         refuse_quantized_tensors(
             {key: (file.path, file.entries[key].spec) for key, file in where.items()},
             params,
@@ -131,12 +152,8 @@ class FileWeights:
                 (self.missing if names[0] in params else self._absent).append(names[0])
                 continue
             self._doubled.update({name: found[0] for name in found[1:]})
-            file, shape = where[found[0]], tuple((params | buffers)[names[0]].shape)
-            if (there := file.entries[found[0]].spec.shape) != shape:
-                raise BadFile(
-                    f"{file.path}: {names[0]} has the shape {there}, but {shape} in the model. Use the files of this "
-                    "model."
-                )
+            file = where[found[0]]
+            self._require_fit(names[0], (params | buffers)[names[0]], file.entries[found[0]].spec, file.path)
             self._places[names[0]] = (file, found[0])
         self._where = where
         ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
@@ -155,7 +172,7 @@ class FileWeights:
 
     def rounded(self, model: nn.Module) -> list[str]:
         """Parameters whose dtype cannot represent the values in the files: fp16 or fp32 files for a bf16 model."""
-        dtypes = {name: param.dtype for name, param in model.named_parameters()}
+        dtypes = {name: param.dtype for name, param in model.named_parameters() if param.dtype in _CHECKED}
         stored = {name: file.entries[key].spec.dtype for name, (file, key) in self._places.items() if name in dtypes}
         return [name for name, dtype in stored.items() if torch.promote_types(dtype, dtypes[name]) != dtypes[name]]
 
@@ -190,6 +207,16 @@ class FileWeights:
     def close(self) -> None:
         for file in self._files:
             file.close()
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a model saves, under all their names."""
+    return {
+        f"{path}.{name}".lstrip("."): buffer
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def weight_files(folder: Path) -> Sequence[Path]:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from outsize.base.log import log
 from outsize.layout.optimizer import PIECE_NUMEL, OptimizerLayout
-from outsize.optim.native import find_kernel, forces_torch, kernel
+from outsize.native.library import forces_torch
+from outsize.optim.native import find_kernel, kernel
 from outsize.optim.split import join_into, split_into
 
 Numbers = tuple[float, ...]

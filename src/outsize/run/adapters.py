@@ -14,6 +14,7 @@ from outsize.lora.fuse import PARTS
 from outsize.methods.osft.method import OSFT
 from outsize.model.adapter import Adapter, add_adapter, lora, saved_lora
 from outsize.model.build import Built, absolute_if_local
+from outsize.model.parts import named_parts
 from outsize.model.weights import Weights, is_unmaterialized
 
 
@@ -28,12 +29,12 @@ def adapt(built: Built, config: RunConfig) -> Built:
     if built.weights is not None:
         # DoRA starts from the norms of the base weights; modules_to_save are copied. Both need values now.
         _fill(built.model, built.weights, ends=("",) if adapter.peft_config.use_dora else saved)
-    before = {id(param): name for name, param in built.model.named_parameters()}
+    before = {id(part): name for name, part in named_parts(built.model)}
     model = add_adapter(built.model, adapter)
     adapter.peft_config.base_model_name_or_path = absolute_if_local(config.base_model)
     if built.weights is None or not any(is_unmaterialized(param) for param in model.parameters()):
         return Built(model, None)
-    after = {name: before[id(param)] for name, param in model.named_parameters() if id(param) in before}
+    after = {name: before[id(part)] for name, part in named_parts(model) if id(part) in before}
     return Built(model, _Renamed(built.weights, after))
 
 
@@ -73,7 +74,7 @@ def materialize_head(built: Built) -> nn.Module:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if built.weights is not None:
         if isinstance(head, nn.Module):
-            _fill_params(model, built.weights, {id(param) for param in head.parameters()})
+            _fill_parts(model, built.weights, {id(part) for _, part in named_parts(head)})
         built.weights.close()
     return built.model
 
@@ -112,17 +113,18 @@ class _Renamed:
 def _fill(model: nn.Module, weights: Weights, *, ends: tuple[str, ...]) -> None:
     """Materialize the parameters of modules whose path ends with one of `ends`."""
     wanted = (
-        {id(param) for path, module in model.named_modules() if path.endswith(ends) for param in module.parameters()}
+        {id(part) for path, module in model.named_modules() if path.endswith(ends) for _, part in named_parts(module)}
         if ends
         else set()
     )
-    _fill_params(model, weights, wanted)
+    _fill_parts(model, weights, wanted)
 
 
-def _fill_params(model: nn.Module, weights: Weights, wanted: AbstractSet[int]) -> None:
-    """`wanted`: ids of parameters."""
-    for name, param in model.named_parameters():
-        if id(param) in wanted and is_unmaterialized(param):
-            data = torch.empty(param.shape, dtype=param.dtype)
-            weights.read_into(name, data)
-            param.data = data
+def _fill_parts(model: nn.Module, weights: Weights, wanted: AbstractSet[int]) -> None:
+    """`wanted`: ids of parts."""
+    with torch.no_grad():
+        for name, part in named_parts(model):
+            if id(part) in wanted and is_unmaterialized(part):
+                data = torch.empty(part.shape, dtype=part.dtype)
+                weights.read_into(name, data)
+                part.data = data

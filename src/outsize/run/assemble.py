@@ -22,6 +22,7 @@ from outsize.model.build import Built, build_model, load_config, require_positio
 from outsize.model.offloading import pins_of_offloading
 from outsize.model.packed_attention import VARLEN
 from outsize.optim.names import OPTIMIZERS, spec_class
+from outsize.quant.installed import bitsandbytes
 from outsize.run.adapters import adapt, materialize, method_of
 from outsize.run.compat_checks import (
     first_line,
@@ -115,7 +116,10 @@ def assemble(config: RunConfig, batches: DistillBatches | None = None) -> Assemb
     os.environ.update(config.environment)
     trackers, arguments.report_to = make_trackers(arguments.report_to), []
     require_scheduler(config)
-    load_config(config.base_model)  # a wrong name is reported as such, not as a missing tokenizer
+    # A wrong name is reported as such, not as a missing tokenizer.
+    load_config(config.base_model, for_adapter=config.adapter == "lora")
+    if config.quantization is not None:
+        bitsandbytes()
     vision = load_vision(config)
     inputs = load_inputs(config, vision)
     tokenizer, pad_id, train, evaluated = inputs.tokenizer, inputs.pad_id, inputs.train, inputs.evaluated
@@ -257,6 +261,8 @@ def _build(config: RunConfig, checkpoint: Path | None) -> Built:
             attn_implementation=config.attn_implementation,
             overrides=config.overrides_of_model_config,
             rope_parameters=config.rope_parameters,
+            for_adapter=config.adapter == "lora",
+            quantization=config.quantization,
         )
     except OutsizeError:
         raise

@@ -19,6 +19,8 @@ def how_to_load(result: str, config: RunConfig, model_class: str, processor: Any
     """
     name = "AutoModelForCausalLM" if model_class.endswith("ForCausalLM") else model_class
     code = ", trust_remote_code=True" if model_class.startswith("Pruned") else ""  # the folder's modeling_pruned.py
+    if config.quantization is not None:
+        code += f", quantization_config=BitsAndBytesConfig({_arguments(config)})"
     load = lambda source: f'{name}.from_pretrained("{source}", dtype="auto"{code})'
     auto, variable = (
         ("AutoProcessor", "processor") if isinstance(processor, ProcessorMixin) else ("AutoTokenizer", "tokenizer")
@@ -26,12 +28,27 @@ def how_to_load(result: str, config: RunConfig, model_class: str, processor: Any
     tokenizer = f'{variable} = {auto}.from_pretrained("{result}")'
     if config.adapter != "lora":
         return [f"from transformers import {name}, {auto}", f"model = {load(result)}", tokenizer]
+    quantized = ", BitsAndBytesConfig" if config.quantization is not None else ""
     return [
-        f"from peft import PeftModel; from transformers import {name}, {auto}",
+        f"from peft import PeftModel; from transformers import {name}, {auto}{quantized}",
         f"base = {load(absolute_if_local(config.base_model))}",
         f'model = PeftModel.from_pretrained(base, "{result}")',
         tokenizer,
     ]
+
+
+def _arguments(config: RunConfig) -> str:
+    """Of transformers' BitsAndBytesConfig."""
+    if config.load_in_8bit:
+        found: dict[str, Any] = {"load_in_8bit": True}
+    else:
+        names = ("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+        found = {name: getattr(config, name) for name in names}
+        dtype = config.bnb_4bit_compute_dtype or ("bfloat16" if config.bf16 else "float32")
+        found["bnb_4bit_compute_dtype"] = dtype
+    if config.llm_int8_skip_modules:
+        found["llm_int8_skip_modules"] = ["lm_head", *config.llm_int8_skip_modules]
+    return ", ".join(f"{name}={value!r}" for name, value in found.items())
 
 
 def adapter_card(config: RunConfig, settings: dict[str, object], model_class: str, processor: Any = None) -> str:

@@ -88,11 +88,12 @@ def _require_known_quantization(model: nn.Module) -> None:
                 "and which outsize does not stream. Use the unquantized model, or quantize it with bitsandbytes "
                 "(load_in_4bit)."
             )
-        if any(base.__name__ == "Linear8bitLt" for base in type(module).__mro__):
+        forward = type(module).forward
+        if (forward.__module__, forward.__qualname__) == ("bitsandbytes.nn.modules", "Linear8bitLt.forward"):
             raise ModelUnsupported(
                 f"{name} is a {kind} of bitsandbytes (load_in_8bit), which replaces its weight's memory in every "
-                "forward and keeps its input where no activation strategy reaches it. Load the model in 4 bits "
-                "(load_in_4bit), or unquantized."
+                "forward and keeps its input where no activation strategy reaches it. Load the model with "
+                "outsize.model.build.build_model and Quantization(load_in_8bit=True), or in 4 bits, or unquantized."
             )
     for name, param in model.named_parameters():
         if not hasattr(param, "quant_state") or not hasattr(param, "bnb_quantized"):

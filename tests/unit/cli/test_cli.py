@@ -19,6 +19,7 @@ from outsize.cli.doctor import Finding
 from outsize.cli.main import app
 from outsize.hardware.catalog import lookup
 from outsize.hardware.host import container_limit
+from outsize.native import library
 from outsize.optim import native
 from outsize.schedule.check import load
 
@@ -364,7 +365,7 @@ def test_doctor_names_a_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for name in ("CC", "OUTSIZE_KERNELS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(native, "_PACKAGE", tmp_path)  # no library that was compiled with the package
+    monkeypatch.setattr(library, "packaged", lambda source: None)  # no library that was compiled with the package
     native.find_kernel.cache_clear()
     try:
         (finding,) = doctor_module.CHECKS["C compiler"]()

@@ -17,6 +17,7 @@ THEIRS: dict[str, Any] = {**LEAST, "strict": False, "excess_length_strategy": "s
 PAIRS = {"path": "d", "type": "chat_template.default", "field_chosen": "c"}
 DPO = {"rl": "dpo", "datasets": [PAIRS], "excess_length_strategy": None}
 LORA = {"adapter": "lora", "lora_target_linear": True}
+ALONE = dict.fromkeys(LORA)
 OFF = (None, False, 0, "", [], {})
 
 
@@ -124,6 +125,11 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
         ({**DPO, "rl": "ipo"}, {"rl": "dpo", "dpo_loss_type": ("ipo",)}),
         ({**DPO, "dpo_loss_type": "hinge", "dpo_loss_weights": [1]}, {"dpo_loss_type": ("hinge",), "dpo_loss_weights": (1.0,)}),
         (DPO, {"excess_length_strategy": "drop"}),
+        ({**LORA, "adapter": "qlora", "load_in_4bit": True}, {"adapter": "lora", "load_in_4bit": True, "load_in_8bit": False}),
+        ({**LORA, "load_in_8bit": True, "load_in_4bit": False}, {"load_in_8bit": True, "load_in_4bit": False}),
+        ({**LORA, "load_in_4bit": True, "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4", "llm_int8_threshold": 6}}, {"bnb_4bit_quant_type": "fp4"}),
+        ({**LORA, "load_in_8bit": True, "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}}, {"bnb_4bit_quant_type": "nf4"}),
+        ({**LORA, "load_in_4bit": True, "bnb_4bit_compute_dtype": "torch.float32"}, {"bnb_4bit_compute_dtype": "float32"}),
     ],
 )  # fmt: skip
 def test_a_key_with_an_equivalent_is_converted(change: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -136,7 +142,10 @@ def test_a_key_with_an_equivalent_is_converted(change: dict[str, Any], expected:
     ("change", "note"),
     [
         ({"fp16": True, "bf16": False}, "fp16: weights and activations are bf16, with exact fp32 master weights"),
-        ({"load_in_8bit": True}, "load_in_8bit: weights stay bf16, 2 bytes per parameter"),
+        (
+            {"adapter": "lora", "lora_target_linear": True, "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
+            "bnb_4bit_quant_storage: packed weights are stored as uint8; the bytes are the same",
+        ),
         ({"attn_implementation": "xformers"}, "attn_implementation: xformers is not used: sdpa computes"),
         (
             {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_rope": True},
@@ -166,7 +175,15 @@ def test_texts_to_pretrain_on_are_datasets() -> None:
 @pytest.mark.parametrize(
     ("change", "lines"),
     [
-        ({"adapter": "qlora", "load_in_4bit": True}, ["load_in_4bit"]),
+        ({"adapter": "qlora"}, ["adapter"]),
+        ({**ALONE, "load_in_4bit": True}, ["load_in_4bit"]),
+        ({**ALONE, "load_in_8bit": True}, ["load_in_8bit"]),
+        ({**ALONE, "adapter": "osft", "osft_effective_rank": 4, "load_in_4bit": True}, ["load_in_4bit"]),
+        ({**LORA, "load_in_4bit": True, "load_in_8bit": True}, ["load_in_4bit"]),
+        ({**LORA, "load_in_8bit": True, "bnb_4bit_quant_type": "fp4"}, ["bnb_4bit_quant_type"]),
+        ({**LORA, "llm_int8_skip_modules": ["k_proj"]}, ["llm_int8_skip_modules"]),
+        ({**LORA, "load_in_4bit": True, "bnb_config_kwargs": {"bnb_4bit_colour": "red"}}, ["bnb_config_kwargs"]),
+        ({"gptq": True}, ["gptq"]),
         ({"rl": "kto", "rl_beta": 0.1, "datasets": [{"path": "d", "type": "llama3.ultra", "x": "c"}]}, ["rl"]),
         ({"rl": "grpo", "trl": {"beta": 0.1, "use_vllm": True}}, ["rl"]),
         ({**DPO, "dpo_norm_loss": True, "rpo_alpha": 0.5}, ["dpo_norm_loss", "rpo_alpha"]),

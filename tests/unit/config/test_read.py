@@ -131,10 +131,7 @@ def test_values_are_read_as_people_write_them(tmp_path: Path, line: str, field: 
         ),
         ({"save_strategy": True}, "save_strategy: true is not one of no, steps, epoch."),
         ({"optim": "adafactor"}, "optim: 'adafactor' is not one of adamw, lion, sgd."),
-        (
-            {"adapter": "qlora", "lora_r": 4},
-            "adapter: 'qlora' is not lora or osft. Weights are not quantized: for qlora, use lora; its bf16 base is streamed where needed.",
-        ),
+        ({"adapter": "qlora", "lora_r": 4}, "adapter: 'qlora' is not lora or osft, or qlora with load_in_4bit: true."),
         ({"gpu_memory": 2.5}, "gpu_memory: 2.5 is not a size such as '24GiB' or a number of bytes."),
         (
             {"gpu_memory": "24GB"},

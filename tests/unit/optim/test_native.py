@@ -18,8 +18,10 @@ from ranges import HYPERS, Range, adversarial, assert_same, kernels, step
 
 from outsize.base.errors import ConfigError
 from outsize.hardware.host import quota_cores
+from outsize.native import library
+from outsize.native.build import UPDATES, compile_library, find_compiler
+from outsize.native.library import packaged
 from outsize.optim import native
-from outsize.optim.build import compile_library, find_compiler
 from outsize.optim.native import find_kernel, kernel
 
 BF16 = torch.bfloat16
@@ -34,7 +36,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unpackaged(monkeypatch: pytest.MonkeyPatch) -> None:
     """As from source: no library lies beside the code."""
-    monkeypatch.setattr(native, "_packaged", lambda: None)
+    monkeypatch.setattr(library, "packaged", lambda source: None)
 
 
 def test_it_is_compiled_into_the_cache_folder_and_found_there_again(
@@ -73,14 +75,16 @@ def test_without_a_compiler_torch_is_used_with_one_warning(
 def test_a_library_beside_the_code_is_used_if_it_was_made_from_this_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_PACKAGE", tmp_path)
-    assert native._packaged() is None
-    (tmp_path / "_native.so").write_bytes(b"no library")
-    assert native._packaged() is None
-    compile_library(find_compiler(), tmp_path / "_native.cpython-311.so")
-    assert native._packaged() is not None
-    monkeypatch.setattr(native, "fingerprint", lambda: "of another source")
-    assert native._packaged() is None
+    source = tmp_path / "optim" / UPDATES.name
+    shutil.copytree(UPDATES.parent, source.parent, ignore=shutil.ignore_patterns("*.so", "*.py", "__pycache__"))
+    shutil.copytree(library.__file__.removesuffix("library.py"), tmp_path / "native")
+    assert packaged(source) is None
+    (source.parent / "_native.so").write_bytes(b"no library")
+    assert packaged(source) is None
+    compile_library(find_compiler(), source, source.parent / "_native.cpython-311.so")
+    assert packaged(source) is not None
+    monkeypatch.setattr(library, "fingerprint", lambda source: "of another source")
+    assert packaged(source) is None
 
 
 @pytest.mark.skipif(
@@ -88,7 +92,7 @@ def test_a_library_beside_the_code_is_used_if_it_was_made_from_this_source(
     reason="needs objdump, and knows the instructions of x86-64",
 )
 def test_the_compiled_code_fuses_nothing_and_works_on_vectors(tmp_path: Path) -> None:
-    compile_library(find_compiler(), tmp_path / "a.so")
+    compile_library(find_compiler(), UPDATES, tmp_path / "a.so")
     code = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", str(tmp_path / "a.so")], capture_output=True, text=True, check=True
     ).stdout
@@ -112,9 +116,9 @@ def test_the_compiled_code_fuses_nothing_and_works_on_vectors(tmp_path: Path) ->
 def test_bits_do_not_depend_on_the_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     start = adversarial(700_001, weight=BF16, grad=BF16)
     alone, helped = start.each(torch.clone), start.each(torch.clone)
-    monkeypatch.setattr(native, "_num_threads", lambda: 1)
+    monkeypatch.setattr(native, "num_threads", lambda: 1)
     step(alone, HYPERS["usual"], 0.5)
-    monkeypatch.setattr(native, "_num_threads", lambda: threads)
+    monkeypatch.setattr(native, "num_threads", lambda: threads)
     for _ in range(5):
         helped = start.each(torch.clone)
         step(helped, HYPERS["usual"], 0.5)
@@ -122,7 +126,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(threads: int, monkeypatch: 
 
 
 def test_several_callers_at_once_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_num_threads", lambda: 3)
+    monkeypatch.setattr(native, "num_threads", lambda: 3)
     start = adversarial(300_001, weight=BF16, grad=BF16)
     want = start.each(torch.clone)
     step(want, HYPERS["usual"], 0.5)
@@ -134,7 +138,7 @@ def test_several_callers_at_once_do_not_disturb_each_other(monkeypatch: pytest.M
 
 
 def test_a_forked_child_updates_without_the_helpers_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_num_threads", lambda: 3)
+    monkeypatch.setattr(native, "num_threads", lambda: 3)
     start = adversarial(300_001, weight=BF16, grad=BF16)
     want, mine = start.each(torch.clone), start.each(torch.clone)
     step(want, HYPERS["usual"], 0.5)
@@ -151,7 +155,7 @@ def test_a_forked_child_updates_without_the_helpers_of_its_parent(monkeypatch: p
 
 def test_helpers_sleep_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenMP's would spin: cores that the main thread needs."""
-    monkeypatch.setattr(native, "_num_threads", lambda: 3)
+    monkeypatch.setattr(native, "num_threads", lambda: 3)
     step(adversarial(300_001, weight=BF16, grad=BF16), HYPERS["usual"], 0.5)
     used = []
     for _ in range(3):
@@ -162,7 +166,7 @@ def test_helpers_sleep_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_denormals_are_kept_even_if_the_caller_flushes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_num_threads", lambda: 3)
+    monkeypatch.setattr(native, "num_threads", lambda: 3)
     start = adversarial(300_001, weight=BF16, grad=BF16)
     want, flushed = start.each(torch.clone), start.each(torch.clone)
     step(want, HYPERS["usual"], 0.5)
@@ -181,10 +185,10 @@ def test_threads_are_those_that_torch_the_process_and_the_container_allow_less_t
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
-    monkeypatch.setattr(native, "quota_cores", lambda: 2**16)
-    assert native._num_threads() == 10
-    monkeypatch.setattr(native, "quota_cores", lambda: 3)
-    assert native._num_threads() == 3, "too few to spare any"
+    monkeypatch.setattr(library, "quota_cores", lambda: 2**16)
+    assert library.num_threads() == 10
+    monkeypatch.setattr(library, "quota_cores", lambda: 3)
+    assert library.num_threads() == 3, "too few to spare any"
 
 
 @pytest.mark.parametrize(
