@@ -153,7 +153,7 @@ def describe(module: nn.Module) -> list[Any]:
         for name, part in named_parts(module, remove_duplicate=False)
     ]
     for name, param in module.named_parameters(remove_duplicate=False):
-        if type(param) is not nn.Parameter:
+        if type(param) is not nn.Parameter and not isinstance(param, fake_tensor.FakeTensor):
             state = quant_state_of(param)
             kept = {} if state is None else vars(state)
             plain = [f"{k}={v}" for k, v in kept.items() if isinstance(v, (bool, int, str, tuple, torch.dtype))]
