@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-MIN_CELLS = 240 + 60 + 392
+MIN_CELLS = 240 + 60 + 408
 """Of `make test`: twelve in the covering array of each of 20 kinds, three mixed plans of each, and all others."""
-MIN_CELLS_FULL = MIN_CELLS + 336
+MIN_CELLS_FULL = MIN_CELLS + 475
 """Of `make test-all`."""
 
 _HERE = Path(__file__).parent

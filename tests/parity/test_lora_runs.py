@@ -155,6 +155,14 @@ def test_an_adapter_run_resumes_from_its_checkpoint_to_the_same_bits(
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert [step for step, _ in checkpoints(tmp_path / "resumed")] == [4]
     parity_cell("resumed")
+    # A run of an earlier version was not fused, and its checkpoints do not say so.
+    text = (half / "run.json").read_text()
+    settings = {key: value for key, value in json.loads(text).items() if key not in KERNELS}
+    (half / "run.json").write_text(json.dumps(settings).ljust(len(text)))  # checkpoints know the sizes of their files
+    given = ["--set", f"resume_from_checkpoint={half}", "--set", f"output_dir={tmp_path / 'unfused'}"]
+    refused = CliRunner().invoke(app, ["train", str(yaml), *given])
+    assert refused.exit_code == 2 and "lora_mlp_kernel was false and is true. Set it back" in refused.stderr
+    run("train", str(yaml), *given, *(x for key in KERNELS for x in ("--set", f"{key}=false")))
 
 
 def test_a_checkpoint_is_exported_as_a_plain_folder(tmp_path: Path) -> None:

@@ -90,8 +90,7 @@ class GatedProjections:
 
 def gated_mlp(mlp: GatedProjections, x: Tensor) -> Tensor:
     """The MLP's output. Saves x, gate(x) and up(x); backward computes the input of `down` again."""
-    trained = [adapter for adapter in mlp.adapters if adapter.requires_grad]
-    if not torch.is_grad_enabled() or not (x.requires_grad or trained):
+    if not torch.is_grad_enabled():
         gate, up, _ = mlp.inner(x)
         ACTIVATIONS[mlp.activation].inplace(gate)
         gate.mul_(up)
@@ -99,7 +98,8 @@ def gated_mlp(mlp: GatedProjections, x: Tensor) -> Tensor:
         return mlp.down.forward(gate)[0]
     handed: list[Any] = []
     # The first node needs a tensor with a gradient, also if the input has none.
-    x = _Inner.apply(mlp, handed, x, None if x.requires_grad else trained[0])
+    anchor = None if x.requires_grad else next(adapter for adapter in mlp.adapters if adapter.requires_grad)
+    x = _Inner.apply(mlp, handed, x, anchor)
     out: Tensor = _Down.apply(mlp, handed, x, *mlp.adapters)
     return out
 

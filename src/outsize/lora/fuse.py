@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError, EngineMisuse
 from outsize.base.log import log
+from outsize.compat import peek_functorch
 from outsize.lora.base_weight import base_weight
 from outsize.lora.functions import GatedProjections, LoraLinear, gated_mlp
 from outsize.lora.gated_mlp import GatedMLP, recognize
@@ -97,7 +98,7 @@ class _FusedProjection:
     """Before the class of a LoRA layer in the order of bases."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not args and not kwargs and is_plain(x):
+        if not args and not kwargs and _takes(x):
             autocast = autocast_dtype(x.device)
             found = projection_of(self, x.dtype, autocast)
             if not isinstance(found, str):
@@ -117,7 +118,7 @@ class _FusedMLP:
     _modules: dict[str, Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and is_plain(args[0]):
+        if len(args) == 1 and not kwargs and _takes(args[0]):
             found = self._projections(args[0])
             if found is not None:
                 return gated_mlp(found, args[0].to(found.gate.dtype))
@@ -140,6 +141,11 @@ class _FusedMLP:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _reduced(self, _FusedMLP, super().__reduce_ex__(protocol))
+
+
+def _takes(x: Any) -> bool:
+    """Whether our Functions take this input: an ordinary tensor, outside of transforms of torch.func."""
+    return isinstance(x, Tensor) and is_plain(x) and peek_functorch() is None
 
 
 _CLASSES: dict[tuple[type, type[nn.Module], GatedMLP | None], type[nn.Module]] = {}

@@ -73,10 +73,6 @@ class Projection:
     dtype: torch.dtype
     """All products are computed in it."""
 
-    @property
-    def is_trained(self) -> bool:
-        return self.a.requires_grad or self.b.requires_grad
-
     def forward(self, x: Tensor) -> tuple[Tensor, Mask | None]:
         """The output, and what draws the mask of its dropout again."""
         mask, dropped = None, x
@@ -179,6 +175,8 @@ def projection_of(layer: Any, given: torch.dtype, autocast: torch.dtype | None) 
     if torch.is_grad_enabled():
         if not (is_plain(a) and is_plain(b)):
             return "parameters that are read through __torch_function__"
+        if not (a.requires_grad or b.requires_grad):
+            return "a frozen adapter, whose input PEFT does not save"
     elif weight.is_quantized:
         return "a quantized base without grad, for which its library has kernels"
     return Projection(weight, bias, a, b, layer.scaling[name], share, dtype)

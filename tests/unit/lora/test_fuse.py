@@ -179,7 +179,7 @@ def test_inputs_of_every_shape() -> None:
     assert distance(found, expected) < 1e-10
 
 
-@pytest.mark.parametrize("trained", ["lora_A", "up_proj", "down_proj", "gate_proj.lora_B", "nothing"])
+@pytest.mark.parametrize("trained", ["lora_A", "lora_B", "up_proj", "gate_proj.lora_B", "nothing"])
 @pytest.mark.parametrize("needs_input", [True, False])
 def test_only_gradients_that_are_wanted_are_computed(trained: str, needs_input: bool) -> None:
     if trained == "nothing" and not needs_input:
@@ -398,6 +398,24 @@ def test_arguments_that_only_pefts_forward_knows() -> None:
     base = layer(inputs(), adapter_names=["__base__", "default"])
     assert torch.equal(base[0], layer.base_layer(inputs())[0])
     torch.testing.assert_close(base[1], layer(inputs())[1], rtol=1e-10, atol=0)
+
+
+def test_transforms_of_torch_func_run_pefts_forward() -> None:
+    model = adapted()
+    grads = [torch.func.grad(lambda x, m=m: m(x).sum())(inputs().detach()) for m in (model, fused(model))]
+    assert torch.equal(*grads)
+
+
+def test_weights_that_are_exchanged_for_a_call_are_those_of_its_backward() -> None:
+    model = fused(adapted())
+    expected = results(model, inputs())
+    others = {name: param.detach().clone() for name, param in model.named_parameters()}
+    x = inputs()
+    y = torch.func.functional_call(model, others, (x,))
+    for param in model.parameters():
+        param.data.zero_()
+    (y * torch.linspace(0.5, 1.5, HIDDEN, dtype=y.dtype)).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, expected["x"])
 
 
 def peft_model() -> Any:
