@@ -55,11 +55,19 @@ def _layers(stacks: list[Stack]) -> tuple[Layer, ...]:
 
 def _layers_of(stacks: list[Stack], stages: "dict[int, tuple[Layer, ...]] | None" = None) -> tuple[Layer, ...]:
     layers: list[Layer] = []
+    seen: set[int] = set()
     for stack in stacks:
-        last = len(stack.elements) - 1
-        structures = _structures([module for _, module in stack.elements]) if stack.elements else []
+        elements = []
+        for name, module in stack.elements:
+            if (
+                id(module) not in seen
+            ):  # one that is in a list twice, or in two lists, is one layer that runs repeatedly
+                elements.append((name, module))
+                seen.add(id(module))
+        last = len(elements) - 1
+        structures = _structures([module for _, module in elements]) if elements else []
         outer = (stages or {}).get(id(stack.outer), ())
-        for i, (name, module) in enumerate(stack.elements):
+        for i, (name, module) in enumerate(elements):
             layers.append(
                 Layer(
                     name=name, module=module, structure=structures[i], is_last=i == last, stack=stack.path, stages=outer
