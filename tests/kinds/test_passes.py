@@ -129,6 +129,22 @@ def stop_gradient(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
     return (encoder(x.detach(), first=2) - y).square().mean() + x.square().mean()
 
 
+def detached_first(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    """A teacher's pass with grad, of which nothing has a backward."""
+    target = encoder(x).detach()
+    return (target - encoder(y)).square().mean()
+
+
+def detached_last(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    out = encoder(y)
+    return (encoder(x).detach() - out).square().mean()
+
+
+def unused_pass(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    encoder(x)
+    return (encoder(x) - y).square().mean()
+
+
 def last_layer_left_out(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
     """The forward ends in the call of a layer. What that layer sends to the host was subtracted twice from the plan's
     memory.
@@ -259,10 +275,18 @@ WITHOUT_GRAD = [
     teacher_first,
     teacher_in_inference_mode,
     teacher_of_some_layers,
+    detached_first,
     last_layer_left_out,
     *(
         pytest.param(forward, marks=pytest.mark.full)
-        for forward in (teacher_last, prefix_without_grad, layer_without_grad, stop_gradient)
+        for forward in (
+            teacher_last,
+            prefix_without_grad,
+            layer_without_grad,
+            stop_gradient,
+            detached_last,
+            unused_pass,
+        )
     ),
 ]
 

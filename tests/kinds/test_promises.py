@@ -81,6 +81,14 @@ class Aside(Layer):
         return super().forward(x), self.beside(x).mean(-1)
 
 
+class Second(Layer):
+    """The hidden state is the second output, and the first looks like it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        y = self.down(torch.tanh(self.up(x)))
+        return y, x + y
+
+
 class Masked(Layer):
     """With a mask that its graph saves, or does not."""
 
@@ -169,6 +177,20 @@ class Ignoring(Model):
         for layer in self.layers:
             x, _ = layer(x)
         return self.loss(x, ids)
+
+
+class TakesSecond(Model):
+    """The last layer is smaller than the others: its backward is not the peak."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        super().__init__(layers)
+        layers[-1].up, layers[-1].down = nn.Linear(WIDTH, 1), nn.Linear(1, WIDTH)
+
+    def forward(self, ids: Tensor) -> SimpleNamespace:
+        x = self.embed(ids)
+        for layer in self.layers:
+            _, x = layer(x)
+        return self.loss(x[:1, :2], ids[:1, :2])
 
 
 class Summing(Model):
@@ -271,3 +293,18 @@ def test_mixed_strategies_stay_below_the_prediction(kind: str, seeds: range) -> 
             cells.train(engine.model, engine.optimizer, data, steps=1, accumulate=1, engine=engine)
             promised, peak = engine.plan.estimate.gpu_bytes, engine.report().gpu_peak_bytes
             assert 0.999 * promised <= peak <= promised, engine.plan.decision.strategies
+
+
+@pytest.mark.parametrize("strategy", ["keep", "recompute", "swap"])
+def test_a_hidden_state_that_is_the_second_output_has_its_gradient(strategy: str) -> None:
+    """Behind skipped layers no gradient came to the layers that were measured for them."""
+    data = [{"ids": torch.randint(0, WORDS, (4, 20), generator=torch.Generator().manual_seed(0))}]
+    device = SimDevice(lookup("1GiB"))
+    model = TakesSecond(many(Second))
+    prepared = cells.prepare_by_hand(
+        model, data[0], spec=outsize.AdamW(), device=device, chunk_bytes=1024, budget=None, strategy=strategy
+    )
+    with cells.closing(prepared) as engine:
+        cells.train(engine.model, engine.optimizer, data, steps=1, accumulate=1, engine=engine)
+        promised, peak = engine.plan.estimate.gpu_bytes, engine.report().gpu_peak_bytes
+        assert 0.999 * promised <= peak <= promised

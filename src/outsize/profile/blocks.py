@@ -45,7 +45,7 @@ def build_graph(
     graph = BlockGraph(
         blocks=tuple(blocks),
         calls=tuple(order.index(label) for label in labels),
-        has_backward=tuple(run.representative(call) in run.backward for call in range(len(labels))),
+        has_backward=tuple(call in run.reached for call in range(len(labels))),
         params=tuple(
             Param(name=n, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), trainable=p.requires_grad)
             for n, p in params.items()

@@ -27,7 +27,7 @@ from outsize.profile.code import fingerprint_code
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
 
-TRACE_FORMAT = 21
+TRACE_FORMAT = 22
 
 
 def traced(

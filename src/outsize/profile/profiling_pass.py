@@ -117,6 +117,9 @@ class ProfilingPass:
         self.completions: dict[int, set[int]] = {}
         """By id of a parameter: the calls in whose backward its gradient was complete. -1: before that of any call."""
         self.backward: list[int] = []
+        """Calls that ran, in the order in which their backward began."""
+        self.reached: set[int] = set()
+        """Calls that a gradient reached, skipped ones too."""
         self.keys: dict[int, Any] = {}
         """By call of a layer: equal for calls that cost the same."""
         self._num_runs: dict[Any, int] = {}
@@ -352,6 +355,7 @@ class ProfilingPass:
     # Backward.
 
     def backward_enters(self, call: int, forward_id: int) -> None:
+        self.reached.add(call)
         if call in self.skipped or call in self.backward:
             return
         self.backward_ends()

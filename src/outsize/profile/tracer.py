@@ -98,6 +98,8 @@ class Tracer:
         self._reads = WeightReads(self._weights)
         self._layer_of: list[int | None] | None = None
         """By call: the layer. Equal in all passes."""
+        self._reached: set[int] | None = None
+        """The calls that a gradient reaches. Equal in all passes."""
         self._trailing_work: dict[int, Any] = {}
         self._gradients = SharedGradients(())
         self._to_run: set[int] = set()
@@ -120,6 +122,8 @@ class Tracer:
             if self._join_stages(discovery):
                 discovery = self._discover()
             if self._drop_lists_that_are_no_stacks(discovery):
+                discovery = self._discover()
+            if self._must_compare_more(discovery):
                 discovery = self._discover()
             strategies = self._strategies()
             to_time: tuple[Strategy, ...] = ("keep", "recompute") if not self.device.is_simulated else ()
@@ -207,6 +211,7 @@ class Tracer:
             before if before != _NO_TRAILING_WORK else None,
             self._trailing_work.get(call),
             self._gradients.position(call),
+            self.has_backward(call),
         )
 
     def may_run_twice(self, layer: Layer) -> bool:
@@ -223,6 +228,7 @@ class Tracer:
     def _discover(self) -> ProfilingPass:
         """Run a discovery pass: with a second run of each layer if memory suffices, else without."""
         self._reads, self._layer_of, self._side_outputs = WeightReads(self._weights), None, set()
+        self._reached = None
         self.bound_attributes = {}
         self._find_tiles_anew()
         done = self.progress.done
@@ -245,6 +251,19 @@ class Tracer:
         if self._tile_tokens:
             self._tiles = TileSearch(self.model, self.layers, self._tile_tokens)
             self._tiles.attach()
+
+    def _must_compare_more(self, discovery: ProfilingPass) -> bool:
+        """Whether only calls without a backward ran of a kind of layer (a pass whose outputs are detached comes first),
+        so that no second run was compared. The next discovery pass then runs one that has a backward.
+        """
+        structures = {call: self.layers[i].structure for call, i in enumerate(discovery.layer_of) if i is not None}
+        compared = {structures[call] for call in discovery.backward if call in structures}
+        first: dict[str, int] = {}
+        for call in sorted(discovery.reached & structures.keys()):
+            if structures[call] not in compared:
+                first.setdefault(structures[call], call)
+        self._to_run = set(first.values())
+        return bool(first)
 
     def _use(self, discovery: ProfilingPass) -> None:
         self._differences = discovery.differences
@@ -276,7 +295,7 @@ class Tracer:
                 elif param.requires_grad:
                     users[id(param)].add(call)
         representative = {call: discovery.representative(call) for call in range(len(discovery.layer_of))}
-        weights = [sorted(v for v in calls if representative[v] in discovery.backward) for calls in users.values()]
+        weights = [sorted(calls & discovery.reached) for calls in users.values()]
         tensors = [
             [t.maker, *(v for v in t.calls if {v, representative[v]} & t.readers)]
             for t in discovery.arguments.found
@@ -401,7 +420,17 @@ class Tracer:
                 "prepared; training may drop them."
             )
         self._layer_of = run.layer_of
+        self._require_equal_backward(run)
         self._weights.require_unchanged(compares_values=run.is_discovery)
+
+    def _require_equal_backward(self, run: ProfilingPass) -> None:
+        if self._reached is not None and (others := self._reached ^ run.reached):
+            raise ModelUnsupported(
+                f"A gradient reaches {block_name(self.layers, run.layer_of, min(others))} in one pass of the profiling "
+                "run and not in another. Turn off what skips it at random until the model is prepared; training may "
+                "skip it."
+            )
+        self._reached = run.reached
 
     def _last_block(self, run: ProfilingPass) -> str:
         return block_name(self.layers, run.layer_of, len(run.layer_of) - 1) if run.layer_of else "its inputs"
@@ -493,4 +522,4 @@ class Tracer:
 
 
 def _is_differentiable(run: ProfilingPass, call: int) -> bool:
-    return run.representative(call) in run.backward and call not in run.without_grad
+    return call in run.reached and call not in run.without_grad
