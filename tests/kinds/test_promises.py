@@ -157,6 +157,18 @@ class States(Model):
         return self.loss(x + sum(states), ids)
 
 
+class Outputs(Model):
+    """As States, without the stem's output."""
+
+    def forward(self, ids: Tensor) -> SimpleNamespace:
+        x = self.embed(ids)
+        states = []
+        for layer in self.layers:
+            x = layer(x)
+            states.append(x)
+        return self.loss(sum(states)[:1, :2], ids[:1, :2])
+
+
 class Weighted(Model):
     """As States, and the head's graph saves them."""
 
@@ -295,14 +307,26 @@ def test_mixed_strategies_stay_below_the_prediction(kind: str, seeds: range) -> 
             assert 0.999 * promised <= peak <= promised, engine.plan.decision.strategies
 
 
-@pytest.mark.parametrize("strategy", ["keep", "recompute", "swap"])
-def test_a_hidden_state_that_is_the_second_output_has_its_gradient(strategy: str) -> None:
-    """Behind skipped layers no gradient came to the layers that were measured for them."""
+UNIFORM = {
+    # Behind skipped layers no gradient came to the layers that were measured for them.
+    "the hidden state is the second output": lambda: TakesSecond(many(Second)),
+    # The second layer is the last one whose gradient is summed, in place, and stood for all others.
+    "all outputs": lambda: Outputs(many(Layer, 4)),
+}
+
+
+@pytest.mark.parametrize("strategy", ["keep", "recompute", "offload", "swap"])
+@pytest.mark.parametrize("kind", UNIFORM)
+def test_one_strategy_stays_below_the_prediction(kind: str, strategy: str) -> None:
     data = [{"ids": torch.randint(0, WORDS, (4, 20), generator=torch.Generator().manual_seed(0))}]
-    device = SimDevice(lookup("1GiB"))
-    model = TakesSecond(many(Second))
     prepared = cells.prepare_by_hand(
-        model, data[0], spec=outsize.AdamW(), device=device, chunk_bytes=1024, budget=None, strategy=strategy
+        UNIFORM[kind](),
+        data[0],
+        spec=outsize.AdamW(),
+        device=SimDevice(lookup("1GiB")),
+        chunk_bytes=1024,
+        budget=None,
+        strategy=strategy,
     )
     with cells.closing(prepared) as engine:
         cells.train(engine.model, engine.optimizer, data, steps=1, accumulate=1, engine=engine)

@@ -305,7 +305,8 @@ class Tracer:
             [maker, *(v for v in representative if v > maker and representative[v] in readers)]
             for maker, readers in self._reads.hidden.makers_and_readers()
         ]
-        return SharedGradients([*weights, *tensors, *hidden])
+        states = [sorted(calls) for calls in discovery.arguments.inputs_read_by.values()]
+        return SharedGradients([*weights, *tensors, *hidden, *states])
 
     def _join_stages(self, discovery: ProfilingPass) -> bool:
         joined = stages_to_join(self.layers, discovery.layer_of, discovery.continues_in)
