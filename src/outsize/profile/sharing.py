@@ -4,8 +4,9 @@ The gradient of a weight that several calls use lives from the backward of its l
 between them hold both the sum so far and their own part. The same holds for a tensor that several layers have as a
 further argument (encoder states, keys and values of an earlier layer), until the backward of the call that made it. If
 code outside of layers sums the states of all layers, autograd gives all of them one gradient: the call that is the last
-to add its own part adds in place, the others make a new tensor. So a call can stand for others only if it has the same position among the users. If one user runs in a profiling pass,
-the first and the last must run too: the first one in backward order begins the sum, the last one ends it.
+to add its own part adds in place, the others make a new tensor. So a call can stand for others only if it has the same
+position among the users. If one user runs in a profiling pass, the first and the last must run too: the first one in
+backward order begins the sum, the last one ends it.
 """
 
 import weakref
