@@ -40,7 +40,7 @@ from outsize.model.weights import Weights
 from outsize.model.work import Work
 from outsize.profile.attention_kernels import kernels_text, timed_on
 from outsize.profile.blocks import block_name, build_graph
-from outsize.profile.calling import Loss, batch_shapes, call_model, loss_of
+from outsize.profile.calling import Loss, batch_shapes, call_model, loss_of, require_usable_loss
 from outsize.profile.gradient_order import bytes_of_waiting_gradients, require_known_order
 from outsize.profile.lifetimes import SharedTensors
 from outsize.profile.merge import with_reserve
@@ -443,6 +443,8 @@ class Tracer:
         if self.loss is not None:
             run.phases.begin_loss()
             loss = self.loss(self.model, batch)
+            if loss is not None and run.is_discovery:
+                require_usable_loss(self.model, loss, run.forward_nodes)
             run.phases.forward_returned()
             return loss, batch
         outputs = call_model(self.model, batch)
