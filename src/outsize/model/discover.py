@@ -163,16 +163,19 @@ def _structures(modules: list[nn.Module]) -> list[str]:
     ]
 
 
+def is_setting(value: Any) -> bool:
+    """A plain value, or a tuple of these."""
+    return isinstance(value, (bool, int, float, str, type(None))) or (
+        isinstance(value, tuple) and all(map(is_setting, value))
+    )
+
+
 def _facts(layer: nn.Module) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for path, module in layer.named_modules():
         facts[f"{path}:class"] = f"{type(module).__module__}.{type(module).__qualname__}"
         for key, value in vars(module).items():
-            if (
-                key != "training"
-                and not key.startswith("_")
-                and isinstance(value, (bool, int, float, str, tuple, type(None)))
-            ):
+            if key != "training" and not key.startswith("_") and is_setting(value):
                 facts[f"{path}.{key}"] = value
     for path, param in layer.named_parameters(remove_duplicate=False):
         facts[f"{path}:param"] = (tuple(param.shape), str(param.dtype), param.requires_grad)

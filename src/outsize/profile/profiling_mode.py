@@ -11,7 +11,7 @@ from torch import nn
 
 from outsize.device.device import Device
 from outsize.model.caches import turn_caches_off, turn_caches_on
-from outsize.model.state import ModuleState, generators_of
+from outsize.model.state import ModuleState
 
 
 @contextmanager
@@ -25,13 +25,6 @@ def profiling_mode(model: nn.Module, device: Device) -> Iterator[None]:
         random.getstate(),
         np.random.get_state(),
     )
-    generators = [(generator, generator.get_state()) for generator in generators_of(model)]
-    buffers = [
-        (module, name, buffer, buffer.data, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
     module_state = ModuleState(model)
     grads = [(p, p.grad) for p in model.parameters()]
     for param, _ in grads:
@@ -45,17 +38,8 @@ def profiling_mode(model: nn.Module, device: Device) -> Iterator[None]:
         with torch.enable_grad():
             yield
     finally:
-        for generator, state in generators:
-            generator.set_state(state)
         for param, grad in grads:
             param.grad = grad
-        with torch.no_grad():
-            for module, name, buffer, data, saved in buffers:
-                module._buffers[name] = buffer
-                buffer.data = data
-                # Expanded buffers are skipped: they cannot be written, by the model or by this code.
-                if all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
-                    buffer.copy_(saved)
         torch.set_autocast_cache_enabled(autocast_cache)
         turn_caches_on(cached)
         for owner, name, value in layerdrop:
