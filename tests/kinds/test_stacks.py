@@ -509,6 +509,41 @@ def test_a_layer_that_calls_the_next_one_trains_in_one_block(device: str) -> Non
         assert train(model, engine.optimizer, DATA) == expected
 
 
+class Skipping(Block):
+    """Returns its input at random."""
+
+    def __init__(self, chance: float = 0.0) -> None:
+        super().__init__()
+        self.chance = chance
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < self.chance else super().forward(x)
+
+
+@pytest.mark.parametrize("strategy", ["keep", "recompute", "offload", "swap"])
+def test_layers_may_return_their_input_at_random_after_prepare(strategy: str) -> None:
+    plain, model = (made(lambda: Model(nn.ModuleList(Skipping() for _ in range(6)))) for _ in range(2))
+    data = [{"x": torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(i))} for i in range(6)]
+    how: dict[str, Any] = dict(foreign_plans.STREAMED, strategy=strategy, chunk_bytes=256)
+    engine = cells.prepare_by_hand(model, data[0], spec=foreign_plans.SPEC, device="sim:16MiB", budget=None, **how)
+    for layer in [*plain.body, *model.body]:  # type: ignore[misc]
+        layer.chance = 0.5
+    expected = train(plain, foreign_plans.reference(plain), data)
+    with cells.closing(engine):
+        assert train(model, engine.optimizer, data) == expected
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_that_return_their_input_at_random_in_prepare_are_refused(seed: int) -> None:
+    model = made(lambda: Model(nn.ModuleList(Skipping(0.5) for _ in range(6))))
+    torch.manual_seed(seed)
+    with pytest.raises(
+        ModelUnsupported, match=r"A gradient reaches body\.\d in one pass.*Turn off what skips it at random"
+    ):
+        prepared(model, DATA[0], ROOMY)
+
+
 def test_layers_called_by_forward_train_as_in_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trains_as_plain(lambda: Direct(nn.ModuleList(blocks(4))), DATA, tmp_path, monkeypatch) == [
         f"body.{i}" for i in range(4)

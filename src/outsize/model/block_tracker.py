@@ -235,7 +235,9 @@ class BlockTracker:
     ) -> None:
         if self._call < 0 or self._inside is not None:
             return
-        self._hook(self._call, with_grad(output) or all_with_grad(output))
+        # A layer that returns its input has no node, and no backward.
+        outputs = [t for t in with_grad(output) or all_with_grad(output) if self.made_in(t) == self._call]
+        self._hook(self._call, outputs)
         plain = (Tensor, bool, int, float, str, type(None))
         if any(not isinstance(value, plain) for value in (*args, *kwargs.values())):
             # What the layer has written into a list, dict or object among its arguments is an output too.
