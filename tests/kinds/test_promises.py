@@ -307,6 +307,59 @@ def test_mixed_strategies_stay_below_the_prediction(kind: str, seeds: range) -> 
             assert 0.999 * promised <= peak <= promised, engine.plan.decision.strategies
 
 
+class Caching(Layer):
+    """Makes a table in its first forward, which takes more memory than the table."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.table, self.tables = where, None, dict[str, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * cached(self)[: x.shape[1], :1]
+
+
+class CachingModel(Model):
+    def __init__(self, layers: list[Layer], where: str) -> None:
+        super().__init__(layers)
+        self.where, self.table, self.tables = where, None, dict[str, Tensor]()
+
+    def forward(self, ids: Tensor) -> SimpleNamespace:
+        x = self.embed(ids) * cached(self)[: ids.shape[1], :1]
+        for layer in self.layers:
+            x = layer(x)
+        return self.loss(x, ids)
+
+
+def cached(module: Caching | CachingModel) -> Tensor:
+    if module.where == "buffer":
+        if not hasattr(module, "mask"):
+            module.register_buffer("mask", torch.tril(torch.ones(60, 60)), persistent=False)
+        return module.mask  # type: ignore[return-value]
+    if module.where == "dict":
+        if "mask" not in module.tables:
+            module.tables["mask"] = torch.tril(torch.ones(60, 60))
+        return module.tables["mask"]
+    module.table = torch.tril(torch.ones(60, 60)) if module.table is None else module.table
+    return module.table
+
+
+@pytest.mark.parametrize("where", ["attribute", "buffer", "dict"])
+@pytest.mark.parametrize("owner", ["layers", "model"])
+def test_what_the_first_forward_makes_and_keeps_is_counted(owner: str, where: str) -> None:
+    def make() -> Model:
+        layers = many(Layer) if owner == "model" else [Caching(where) for _ in range(4)]
+        return CachingModel(layers, where) if owner == "model" else Model(layers)
+
+    data = [{"ids": torch.randint(0, WORDS, (4, 20), generator=torch.Generator().manual_seed(i))} for i in range(3)]
+    prepared = cells.prepare_by_hand(
+        make(), data[0], spec=outsize.AdamW(), device=SimDevice(lookup("1GiB")), chunk_bytes=1024, budget=None
+    )
+    with cells.closing(prepared) as engine:
+        cells.train(engine.model, engine.optimizer, data, steps=3, accumulate=1, engine=engine)
+        promised, peak = engine.plan.estimate.gpu_bytes, engine.report().gpu_peak_bytes
+        assert 0.8 * promised <= peak <= promised
+
+
 UNIFORM = {
     # Behind skipped layers no gradient came to the layers that were measured for them.
     "the hidden state is the second output": lambda: TakesSecond(many(Second)),

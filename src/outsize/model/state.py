@@ -6,6 +6,7 @@ A forward that writes to it must not run twice in a step, and profiling restores
 
 import random
 import sys
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -210,12 +211,13 @@ def _save(path: str, value: Any, knows_values: bool) -> Iterator[_Saved]:
         yield _SavedNames(path, vars(value), dict(vars(value)), partial(list, vars(value)))
 
 
-def _parts_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _parts_of(module: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator[tuple[str, Any]]:
     """What holds the state of a module, each once, by its path: modules, also those that are hidden in a plain list;
-    buffers and other tensors that are no parameters; arrays, generators, containers and objects.
+    buffers and other tensors that are no parameters; arrays, generators, containers and objects. Not what is in the
+    modules `without`.
     """
     packages = {_package(type(part)) for part in module.modules()} - _WITHOUT_STATE | {"types"}
-    seen: dict[int, Any] = {}
+    seen: dict[int, Any] = {id(part): part for part in without}
     used = [(name, value) for name, value, _ in used_globals(module) if not isinstance(value, nn.Module)]
     todo: list[tuple[str, Any, bool]] = [*((name, value, False) for name, value in reversed(used)), ("", module, True)]
     while todo:
@@ -240,19 +242,33 @@ def _parts_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class BoundAttributes:
-    """Values that a module's forward binds to its attributes, for other code to read: an auxiliary loss, an attention
-    map.
+    """What the first forward of a module leaves behind: values that it binds to attributes for other code to read (an
+    auxiliary loss, an attention map), and tensors that later forwards use again (a mask, a table of positions).
     """
 
-    def __init__(self, module: nn.Module):
-        self._module = module
+    def __init__(self, module: nn.Module, *, without: Iterable[nn.Module] = ()):
+        """`without`: modules inside it that have a record of their own."""
+        self._module, self._without = module, tuple(without)
         self._before = self._now()
+        self._storages = {key: weakref.ref(storage) for key, storage in self._storages_now().items()}
+        self._buffers = {
+            storage_id(buffer.untyped_storage()): buffer.untyped_storage().nbytes() for buffer in module.buffers()
+        }
         self._values: dict[tuple[str, str], Any] = {}
+        self.num_bytes = 0
+        """Bytes on the device that stay from one step to the next, beside those of the buffers from before."""
 
     def _now(self) -> dict[tuple[str, str], Any]:
         return {(path, name): vars(part)[name] for path, part in self._module.named_modules() for name in _own(part)}
 
-    def forward_ran(self) -> None:
+    def _tensors_now(self) -> Iterator[Tensor]:
+        tensors = (value for _, value in _parts_of(self._module, self._without) if isinstance(value, Tensor))
+        return (tensor for tensor in tensors if tensor.layout == torch.strided)
+
+    def _storages_now(self) -> dict[int, torch.UntypedStorage]:
+        return {storage_id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in self._tensors_now()}
+
+    def forward_ran(self, device: torch.device, is_static: Callable[[Tensor], bool]) -> None:
         """Keep the values that are new, tensors without their graph."""
         new = {
             key: value
@@ -261,13 +277,14 @@ class BoundAttributes:
         }
         self._values = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), new)
         self._before = {}
-
-    def num_bytes(self, device: torch.device, is_static: Callable[[Tensor], bool]) -> int:
-        """Bytes that the attributes hold from one step to the next, until they are bound again."""
-        tensors = [
-            t for t in tensors_in(self._values) if t.device == device and t.layout == torch.strided and not is_static(t)
+        now = self._storages_now()
+        others = {storage_id(t.untyped_storage()) for t in self._tensors_now() if t.device != device or is_static(t)}
+        made = [
+            storage.nbytes()
+            for key, storage in now.items()
+            if key not in others and (key not in self._storages or self._storages[key]() is not storage)
         ]
-        return sum({storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
+        self.num_bytes = max(0, sum(made) - sum(size for key, size in self._buffers.items() if key not in now))
 
     def bind_to(self, module: nn.Module) -> None:
         """Bind the values to another module of the same structure, as if its forward had run."""

@@ -88,9 +88,12 @@ class PlacedWeights:
                 table.clear()
 
     def place_outside_of(self, layers: Sequence[Layer]) -> None:
-        """Copy the weights that are in no layer, and all buffers, to the device."""
+        """Copy the weights that are in no layer to the device."""
         inside = {id(p) for layer in layers for p in layer.module.parameters()}
         self.place(nn.ParameterList([p for p in self._model.parameters() if id(p) not in inside]))
+
+    def place_buffers(self) -> None:
+        """Copy all buffers to the device."""
         for buffer in self._model.buffers():
             buffer.data = buffer.data.to(self._device.torch_device)
         self._static |= {storage_id(b.untyped_storage()) for b in self._model.buffers()}

@@ -15,9 +15,9 @@ from outsize.model.state import ModuleState
 
 
 @contextmanager
-def profiling_mode(model: nn.Module, device: Device) -> Iterator[None]:
+def profiling_mode(model: nn.Module, device: Device) -> Iterator[ModuleState]:
     """Profile with grad, without key-value caches, LayerDrop and autocast's weight cache, and without gradients at the
-    beginning. Random states, gradients, buffers and module attributes are restored at the end.
+    beginning. Random states, gradients, and the state of the model, which it yields, are restored at the end.
     """
     rng, device_rng, python_rng, numpy_rng = (
         torch.get_rng_state(),
@@ -25,26 +25,26 @@ def profiling_mode(model: nn.Module, device: Device) -> Iterator[None]:
         random.getstate(),
         np.random.get_state(),
     )
-    module_state = ModuleState(model)
     grads = [(p, p.grad) for p in model.parameters()]
     for param, _ in grads:
         param.grad = None
     cached = turn_caches_off(model)
     layerdrop = _turn_layerdrop_off(model)
+    state = ModuleState(model)
     # As in training: casts of weights are made where they are used, and freed there.
     autocast_cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
         with torch.enable_grad():
-            yield
+            yield state
     finally:
+        state.restore()
         for param, grad in grads:
             param.grad = grad
         torch.set_autocast_cache_enabled(autocast_cache)
         turn_caches_on(cached)
         for owner, name, value in layerdrop:
             setattr(owner, name, value)
-        module_state.restore()
         torch.set_rng_state(rng)
         random.setstate(python_rng)
         np.random.set_state(numpy_rng)

@@ -232,7 +232,7 @@ class ProfilingPass:
             self.argument_storages = None
             self._note_outputs(call, made)
         if bound is not None:
-            bound.forward_ran()
+            bound.forward_ran(self.context.device.torch_device, self.context.is_static)
             self.context.bound_attributes[facts.structure] = bound
         known = {id(t) for t in inputs}
         added = [t for t in tensors_in((args, kwargs)) if id(t) not in known]
