@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import outsize
-from outsize.base.errors import EngineMisuse, ModelUnsupported, OrderMismatch, PlanInfeasible
+from outsize.base.errors import ConfigError, EngineMisuse, ModelUnsupported, OrderMismatch, PlanInfeasible
 from outsize.setup.prepare import preview
 
 WIDTH = 16
@@ -127,6 +127,22 @@ def layer_without_grad(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
 def stop_gradient(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
     x = encoder(x, last=2)
     return (encoder(x.detach(), first=2) - y).square().mean() + x.square().mean()
+
+
+def detached_first(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    """A teacher's pass with grad, of which nothing has a backward."""
+    target = encoder(x).detach()
+    return (target - encoder(y)).square().mean()
+
+
+def detached_last(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    out = encoder(y)
+    return (encoder(x).detach() - out).square().mean()
+
+
+def unused_pass(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
+    encoder(x)
+    return (encoder(x) - y).square().mean()
 
 
 def last_layer_left_out(encoder: Encoder, x: Tensor, y: Tensor) -> Tensor:
@@ -259,10 +275,18 @@ WITHOUT_GRAD = [
     teacher_first,
     teacher_in_inference_mode,
     teacher_of_some_layers,
+    detached_first,
     last_layer_left_out,
     *(
         pytest.param(forward, marks=pytest.mark.full)
-        for forward in (teacher_last, prefix_without_grad, layer_without_grad, stop_gradient)
+        for forward in (
+            teacher_last,
+            prefix_without_grad,
+            layer_without_grad,
+            stop_gradient,
+            detached_last,
+            unused_pass,
+        )
     ),
 ]
 
@@ -365,6 +389,40 @@ def test_a_loss_of_two_forwards_names_the_ways_out() -> None:
         ModelUnsupported,
         match=r"loss= calls the model a second time with grad.*concatenate.*GradCache.*class Pair.*docs/loops.md",
     ):
+        outsize.prepare(Encoder(), DATA[0], loss=loss, device=DEVICE)
+
+
+def with_penalty(model: nn.Module, batch: Any) -> Tensor:
+    out: Tensor = model(batch["x"])
+    return out.square().mean() + 1e-3 * sum(param.square().sum() for param in model.parameters())
+
+
+def with_weights_first(model: Any, batch: Any) -> Tensor:
+    out: Tensor = model(batch["x"] * model.norm.weight)
+    return out.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (
+            with_penalty,
+            ModelUnsupported,
+            r"norm\.bias: loss= reads this weight outside of the model's forward.*weight_decay",
+        ),
+        (with_weights_first, ModelUnsupported, r"norm\.weight: loss= reads this weight outside of the model's forward"),
+        (lambda model, batch: model(batch["x"]), ConfigError, r"loss= returns a tensor of shape \(6, 16\)"),
+        (lambda model, batch: float(model(batch["x"]).sum().detach()), ConfigError, "loss= returns float"),
+        (
+            lambda model, batch: batch["x"].clone().requires_grad_().sum(),
+            ConfigError,
+            "does not call the model with grad",
+        ),
+    ],
+    ids=["penalty", "weights_first", "no_scalar", "float", "no_call"],
+)
+def test_a_loss_that_training_cannot_differentiate_is_refused(loss: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
         outsize.prepare(Encoder(), DATA[0], loss=loss, device=DEVICE)
 
 

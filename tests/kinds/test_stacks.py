@@ -467,6 +467,83 @@ class Recursive(Model):
         return super().forward(x)
 
 
+class Repeating(Block):
+    """Calls itself, hooks included."""
+
+    def forward(self, x: Tensor, again: bool = True) -> Tensor:
+        return self(super().forward(x), again=False) if again else super().forward(x)
+
+
+class Chained(Block):
+    """Calls the next layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return self.following[0](x) if self.following else x
+
+
+def chained() -> nn.Module:
+    layers = [Chained() for _ in range(4)]
+    for i, layer in enumerate(layers):
+        layer.following = layers[i + 1 : i + 2]
+    return First(nn.ModuleList(layers))
+
+
+class First(Model):
+    def features(self, x: Tensor) -> Tensor:
+        return self.body[0](x)  # type: ignore[index, no-any-return]
+
+
+def test_layers_that_call_themselves_train_as_in_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trains_as_plain(
+        lambda: Model(nn.ModuleList(Repeating() for _ in range(3))), DATA, tmp_path, monkeypatch
+    ) == [f"body.{i}" for i in range(3)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:16MiB"])
+def test_a_layer_that_calls_the_next_one_trains_in_one_block(device: str) -> None:
+    plain, model = made(chained), made(chained)
+    expected = train(plain, foreign_plans.reference(plain), DATA)
+    engine = outsize.prepare(model, DATA[0], optimizer=foreign_plans.SPEC, device=device, blocks=[])
+    with cells.closing(engine):
+        assert train(model, engine.optimizer, DATA) == expected
+
+
+class Skipping(Block):
+    """Returns its input at random."""
+
+    def __init__(self, chance: float = 0.0) -> None:
+        super().__init__()
+        self.chance = chance
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < self.chance else super().forward(x)
+
+
+@pytest.mark.parametrize("strategy", ["keep", "recompute", "offload", "swap"])
+def test_layers_may_return_their_input_at_random_after_prepare(strategy: str) -> None:
+    plain, model = (made(lambda: Model(nn.ModuleList(Skipping() for _ in range(6)))) for _ in range(2))
+    data = [{"x": torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(i))} for i in range(6)]
+    how: dict[str, Any] = dict(foreign_plans.STREAMED, strategy=strategy, chunk_bytes=256)
+    engine = cells.prepare_by_hand(model, data[0], spec=foreign_plans.SPEC, device="sim:16MiB", budget=None, **how)
+    for layer in [*plain.body, *model.body]:  # type: ignore[misc]
+        layer.chance = 0.5
+    expected = train(plain, foreign_plans.reference(plain), data)
+    with cells.closing(engine):
+        assert train(model, engine.optimizer, data) == expected
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_that_return_their_input_at_random_in_prepare_are_refused(seed: int) -> None:
+    model = made(lambda: Model(nn.ModuleList(Skipping(0.5) for _ in range(6))))
+    torch.manual_seed(seed)
+    with pytest.raises(
+        ModelUnsupported, match=r"A gradient reaches body\.\d in one pass.*Turn off what skips it at random"
+    ):
+        prepared(model, DATA[0], ROOMY)
+
+
 def test_layers_called_by_forward_train_as_in_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trains_as_plain(lambda: Direct(nn.ModuleList(blocks(4))), DATA, tmp_path, monkeypatch) == [
         f"body.{i}" for i in range(4)
@@ -514,8 +591,9 @@ class Scaled(Model):
             lambda: Model(nn.ModuleList(torch.jit.script(block) for block in blocks(3))),
             r"body\.0 is a scripted or traced module",
         ),
+        (chained, r"body\.1 is called in the forward of body\.0, .*blocks=\[\]"),
     ],
-    ids=["vmap", "functional_call", "script"],
+    ids=["vmap", "functional_call", "script", "next"],
 )
 def test_what_cannot_be_followed_is_refused_by_name(model: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(ModelUnsupported, match=words):

@@ -3,6 +3,7 @@ Each trains as a plain loop does, buffers included, under every strategy: what m
 
 import logging
 import random
+from collections import Counter
 from typing import Any
 
 import cells
@@ -76,6 +77,39 @@ class Drawing(nn.Module):
         return x + out * (torch.rand(WIDTH, generator=self.generator) > 0.2)
 
 
+GLOBAL: dict[str, Any] = {"generator": np.random.default_rng(7), "calls": Counter()}
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.mean = torch.zeros(WIDTH)
+
+    def update(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return self.mean
+
+
+class Holding(nn.Module):
+    """State in containers, objects, arrays, generators of other libraries and globals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.means, self.sums, self.counts = [torch.zeros(WIDTH)], np.zeros(WIDTH), {"by": Counter[str]()}
+        self.meter, self.generators = Meter(), (np.random.default_rng(1), {"python": random.Random(2)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(self.proj(x)) + self.means[0] + self.meter.update(x)
+        with torch.no_grad():
+            self.means[0].mul_(0.9).add_(out.mean(0), alpha=0.1)
+            self.sums += out.mean(0).numpy()
+            self.counts["by"]["call"] += 1
+            GLOBAL["calls"]["all"] += 1
+        mask = self.generators[0].random(WIDTH) + GLOBAL["generator"].random()
+        scale = self.generators[1]["python"].random() + self.sums.mean() + self.counts["by"]["call"]
+        return x + 0.01 * out * torch.from_numpy(mask.astype(np.float32)) * scale
+
+
 class Indexed(nn.Module):
     """Called with `index=` and `forward=`, which are names of arguments of our own wrapper."""
 
@@ -100,7 +134,17 @@ class Stack(nn.Module):
         return {"loss": self.out(x).square().mean()}
 
 
-BLOCKS = [Normed, Spectral, Counting, Drawing, Indexed]
+BLOCKS = [Normed, Spectral, Counting, Drawing, Holding, Indexed]
+
+
+class Distilled(Stack):
+    """The first calls of the layers have no backward: what must not run twice shows in later calls."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        target = super().forward(2 * x)["loss"].detach()
+        return {"loss": (super().forward(x)["loss"] - target).square()}
+
+
 DATA = [{"x": torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(i))} for i in range(3)]
 
 
@@ -111,13 +155,30 @@ def state(model: nn.Module) -> dict[str, Any]:
         for k, v in vars(m).items()
         if isinstance(v, Tensor) or k == "calls"
     }
+    held = [part for part in model.modules() if isinstance(part, Holding)]
     return {
         **{n: v.clone() for n, v in model.state_dict().items()},
         **{k: v.clone() if isinstance(v, Tensor) else v for k, v in attributes.items()},
+        **{f"{i}.means": part.means[0].clone() for i, part in enumerate(held)},
+        **{f"{i}.sums": part.sums.copy() for i, part in enumerate(held)},
+        **{f"{i}.meter": part.meter.mean.clone() for i, part in enumerate(held)},
     }
 
 
+def generators_and_counters(model: nn.Module) -> list[str]:
+    held = [part for part in model.modules() if isinstance(part, Holding)]
+    own = [(part.generators[0].bit_generator.state, part.generators[1]["python"].getstate()) for part in held]
+    return [
+        repr(own),
+        repr([part.counts for part in held]),
+        repr(GLOBAL["generator"].bit_generator.state),
+        repr(GLOBAL["calls"]),
+    ]
+
+
 def train(model: nn.Module, optimizer: Any) -> list[float]:
+    GLOBAL["generator"] = np.random.default_rng(7)
+    GLOBAL["calls"].clear()
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -144,10 +205,23 @@ def train(model: nn.Module, optimizer: Any) -> list[float]:
 def test_state_equals_that_of_plain_training_under_every_strategy(block: type[nn.Module], strategy: str) -> None:
     plain, model = Stack(block), Stack(block)
     expected = train(plain, foreign_plans.reference(plain))
+    others = generators_and_counters(plain)
     how: dict[str, Any] = dict(weights="host", optimizer="host", depth=0, strategy=strategy, chunk_bytes=256)
     engine = cells.prepare_by_hand(model, DATA[0], spec=foreign_plans.SPEC, device="sim:16MiB", **how)
     recomputed = {s for s in engine.plan.decision.strategies if s in ("recompute", "offload")}
     assert bool(recomputed) == (block is Indexed and strategy in ("recompute", "offload"))
+    assert train(model, engine.optimizer) == expected
+    assert generators_and_counters(model) == others
+    engine.detach()
+    torch.testing.assert_close(state(model), state(plain), rtol=0, atol=0)
+
+
+def test_layers_whose_first_calls_have_no_backward_are_not_run_twice_either() -> None:
+    plain, model = Distilled(Normed), Distilled(Normed)
+    expected = train(plain, foreign_plans.reference(plain))
+    how: dict[str, Any] = dict(weights="host", optimizer="host", depth=0, strategy="recompute", chunk_bytes=256)
+    engine = cells.prepare_by_hand(model, DATA[0], spec=foreign_plans.SPEC, device="sim:16MiB", **how)
+    assert set(engine.plan.decision.strategies) == {"keep"}
     assert train(model, engine.optimizer) == expected
     engine.detach()
     torch.testing.assert_close(state(model), state(plain), rtol=0, atol=0)
@@ -159,10 +233,12 @@ def test_prepare_leaves_model_and_generators_as_they_were(
 ) -> None:
     model, twin = Stack(block), Stack(block)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    others = generators_and_counters(model)
     with caplog.at_level(logging.WARNING, logger="outsize"):
         engine = outsize.prepare(model, DATA[0], device="cpu", chunk_bytes="1KiB")
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
     torch.testing.assert_close(state(model), state(twin), rtol=0, atol=0)
+    assert generators_and_counters(model) == others
     noted = [text for text in caplog.messages if "not recomputed" in text]
     assert len(noted) == (0 if block is Indexed else 1) and all("layers.0 and 3 more" in text for text in noted)
     if block is Normed:

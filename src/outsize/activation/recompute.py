@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from outsize.base.errors import DeviceOutOfMemory, ModelUnsupported
 from outsize.compat import detect_fake_mode
-from outsize.model.state import ModuleState, generators_of
+from outsize.model.state import ModuleState
 from outsize.model.tensors import tensors_in
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
@@ -129,29 +129,15 @@ def run_once(forward: Callable[[], Any], report: Callable[[str], None], module: 
     """Run `forward` once, where memory is too small for a comparison. `report` receives the difference that the first
     run shows a second one would have, or "" if it shows none.
     """
-    before, generators = ModuleState(module), _other_generators(module)
+    before, python, numpy = ModuleState(module), random.getstate(), np.random.get_state()
     outputs = forward()
     if written := before.changed():
         report(f"the forward writes {written}, and a second one would write it twice")
-    elif not _are_equal(generators, _other_generators(module)):
-        report("the forward draws random numbers from other generators than torch's own")
+    elif random.getstate() != python or not all(map(np.array_equal, np.random.get_state(), numpy)):
+        report("the forward draws random numbers from Python's or numpy's generator")
     else:
         report("")
     return outputs
-
-
-def _other_generators(module: nn.Module) -> tuple[Any, ...]:
-    """States of the random generators that a second run does not restore."""
-    return random.getstate(), np.random.get_state(), [generator.get_state() for generator in generators_of(module)]
-
-
-def _are_equal(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
-    return (
-        one[0] == two[0]
-        and all(np.array_equal(a, b) for a, b in zip(one[1], two[1], strict=True))
-        and len(one[2]) == len(two[2])
-        and all(torch.equal(a, b) for a, b in zip(one[2], two[2], strict=True))
-    )
 
 
 class _ComparedRun:

@@ -12,6 +12,12 @@ SEVERAL_FORWARDS = (
 )
 """The alternatives to several training forwards before one backward, for messages."""
 
+READS_OUTSIDE_FORWARD = (
+    "Compute that part of the loss inside the forward of the prepared model; for an L2 penalty use weight_decay; for "
+    "logging use torch.no_grad()."
+)
+"""The alternatives to reading weights in a loss, for messages."""
+
 
 class OutsizeError(Exception):
     """Base class of all outsize errors."""

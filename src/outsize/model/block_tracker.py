@@ -198,6 +198,15 @@ class BlockTracker:
                 "inputs are no plain tensors. Call it outside of the transform, or name other lists of layers with "
                 "blocks=['path.to.list']."
             )
+        if self._inside == index:  # it calls itself, within one call
+            return
+        if self._inside is not None:
+            outer = self._layers[self._inside].name
+            raise ModelUnsupported(
+                f"{self._layers[index].name} is called in the forward of {outer}, but the blocks of a plan run one "
+                f"after another. Call it from the model's forward, after {outer}, or keep the model in one block: "
+                "outsize.prepare(blocks=[])."
+            )
         self._called = index
         if self._call >= 0:
             # What was made from the open call's outputs since belongs to that call, and backward reaches it first.
@@ -225,9 +234,11 @@ class BlockTracker:
     def _layer_closes(
         self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self._call < 0:
+        if self._call < 0 or self._inside is not None:
             return
-        self._hook(self._call, with_grad(output) or all_with_grad(output))
+        # A layer that returns its input has no node, and no backward.
+        outputs = [t for t in with_grad(output) or all_with_grad(output) if self.made_in(t) == self._call]
+        self._hook(self._call, outputs)
         plain = (Tensor, bool, int, float, str, type(None))
         if any(not isinstance(value, plain) for value in (*args, *kwargs.values())):
             # What the layer has written into a list, dict or object among its arguments is an output too.

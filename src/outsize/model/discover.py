@@ -56,11 +56,19 @@ def _layers(stacks: list[Stack]) -> tuple[Layer, ...]:
 
 def _layers_of(stacks: list[Stack], stages: "dict[int, tuple[Layer, ...]] | None" = None) -> tuple[Layer, ...]:
     layers: list[Layer] = []
+    seen: set[int] = set()
     for stack in stacks:
-        last = len(stack.elements) - 1
-        structures = _structures([module for _, module in stack.elements]) if stack.elements else []
+        elements = []
+        for name, module in stack.elements:
+            if (
+                id(module) not in seen
+            ):  # one that is in a list twice, or in two lists, is one layer that runs repeatedly
+                elements.append((name, module))
+                seen.add(id(module))
+        last = len(elements) - 1
+        structures = _structures([module for _, module in elements]) if elements else []
         outer = (stages or {}).get(id(stack.outer), ())
-        for i, (name, module) in enumerate(stack.elements):
+        for i, (name, module) in enumerate(elements):
             layers.append(
                 Layer(
                     name=name, module=module, structure=structures[i], is_last=i == last, stack=stack.path, stages=outer
@@ -156,16 +164,19 @@ def _structures(modules: list[nn.Module]) -> list[str]:
     ]
 
 
+def is_setting(value: Any) -> bool:
+    """A plain value, or a tuple of these."""
+    return isinstance(value, (bool, int, float, str, type(None))) or (
+        isinstance(value, tuple) and all(map(is_setting, value))
+    )
+
+
 def _facts(layer: nn.Module) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for path, module in layer.named_modules():
         facts[f"{path}:class"] = f"{type(module).__module__}.{type(module).__qualname__}"
         for key, value in vars(module).items():
-            if (
-                key != "training"
-                and not key.startswith("_")
-                and isinstance(value, (bool, int, float, str, tuple, type(None)))
-            ):
+            if key != "training" and not key.startswith("_") and is_setting(value):
                 facts[f"{path}.{key}"] = value
     for i, part in enumerate(describe(layer)):
         facts[f"{i}:part"] = part

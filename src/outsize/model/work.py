@@ -32,7 +32,7 @@ class Work:
     backward_syncs_host: bool = False
 
 
-Role = Literal["argument", "output", "written", "saved"]
+Role = Literal["argument", "output", "written", "saved", "kept"]
 Holders = tuple[tuple[int, tuple[str, ...]], ...]
 """Calls in forward order, each with the strategies under which it holds a tensor."""
 
@@ -49,7 +49,9 @@ class SharedTensor:
     call: int
     """The call in which it was first seen."""
     role: Role
-    """Whether that call had it as an argument, as an output, written into an argument, or saved by autograd."""
+    """Whether that call had it as an argument, as an output, written into an argument, saved by autograd, or kept in
+    attributes of the model until the next step.
+    """
     number: int
     """Its position among the call's tensors of that role."""
     num_bytes: int

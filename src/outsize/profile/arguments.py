@@ -33,6 +33,8 @@ class SharedArguments:
         self._by_storage: dict[int, SharedArgument] = {}
         self._inputs: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
         """Calls of layers with their inputs."""
+        self.inputs_read_by: dict[int, set[int]] = {}
+        """By call of a region: calls of layers whose input it computes with, too (the states of all layers)."""
 
     def layer_called(self, call: int, hidden: Tensor, others: Iterable[Tensor]) -> None:
         # With skip connections, the further argument of one layer may be the input of another, which reads it.
@@ -47,6 +49,12 @@ class SharedArguments:
                 shared = self._add(tensor)
                 if call not in shared.calls:
                     shared.calls.append(call)
+
+    def region_read(self, region: int, storage: torch.UntypedStorage) -> None:
+        """A region computes with a tensor."""
+        calls = {call for call, ref in self._inputs if ref() is storage}
+        if calls:
+            self.inputs_read_by.setdefault(region, set()).update(calls)
 
     def layer_wrote(self, call: int, tensors: Iterable[Tensor]) -> None:
         """A layer has written these into its arguments, for later layers."""

@@ -47,7 +47,7 @@ def build_graph(
     graph = BlockGraph(
         blocks=tuple(blocks),
         calls=tuple(order.index(label) for label in labels),
-        has_backward=tuple(run.representative(call) in run.backward for call in range(len(labels))),
+        has_backward=tuple(call in run.reached for call in range(len(labels))),
         params=tuple(_param(part) for part in parts(model)),
         buffer_bytes=sum(buffers.values()) + tables,
         reads_outside_module=tuple(sorted(reads_outside_module)),

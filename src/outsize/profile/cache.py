@@ -17,7 +17,7 @@ from outsize.device.device import Device
 from outsize.device.sdp_kernel import allowed_kernels
 from outsize.hardware.spec import ProcessOverhead
 from outsize.model.batch import looks_irregular
-from outsize.model.discover import Layer
+from outsize.model.discover import Layer, is_setting
 from outsize.model.graph import BlockGraph
 from outsize.model.parts import describe, named_parts
 from outsize.model.state import generators_of
@@ -130,11 +130,7 @@ def _speed(device: Device) -> list[Any]:
 
 def _settings(module: nn.Module) -> list[str]:
     """Plain attributes of a module, which its output may depend on."""
-    return sorted(
-        f"{k}={v!r}"
-        for k, v in vars(module).items()
-        if not k.startswith("_") and isinstance(v, (bool, int, float, str, tuple, type(None)))
-    )
+    return sorted(f"{k}={v!r}" for k, v in vars(module).items() if not k.startswith("_") and is_setting(v))
 
 
 class _Described:

@@ -156,9 +156,11 @@ class SharedTensors:
     """Makes the `SharedTensor` records from the passes of all strategies."""
 
     def __init__(
-        self, passes: Mapping[Strategy, Lifetimes], layers: Container[int], representative: Callable[[int], int]
+        self, passes: Mapping[Strategy, Lifetimes], keys: Mapping[int, object], representative: Callable[[int], int]
     ):
-        """`layers`: calls of layers. `representative`: the call that was measured in the place of another."""
+        """`keys`: by call of a layer, equal for calls that cost the same. `representative`: the call that was measured
+        in the place of another.
+        """
         if len({tuple(use for use in run.tensors if use[1] != "saved") for run in passes.values()}) > 1:
             raise ModelUnsupported(
                 "The model's layers get other tensors as arguments when activations are recomputed or sent to the "
@@ -167,6 +169,12 @@ class SharedTensors:
             )
         self._passes, self._representative = passes, representative
         self._tensors = passes["keep"].tensors
+        self._by_use = {use: tensor for tensor in self._tensors.values() for use in tensor.uses}
+        self._measured: dict[object, list[int]] = {}
+        """By key: the calls that ran, in order."""
+        for call in sorted(passes["keep"].strategies):
+            self._measured.setdefault(keys[call], []).append(call)
+        self._keys = keys
         self._held = {s: set(run.held) for s, run in passes.items()}
         for name, run in passes.items():
             if STRATEGY[name].sends == "saved":
@@ -180,7 +188,7 @@ class SharedTensors:
         for tensor in self._tensors.values():
             if tensor.first[1] != "saved":
                 self._correct_holders(tensor)
-                self._correct_peaks(tensor, layers)
+                self._correct_peaks(tensor, keys)
 
     def _correct_holders(self, tensor: TrackedTensor) -> None:
         """Correct the holders of a tensor from the time at which it was freed."""
@@ -283,26 +291,53 @@ class SharedTensors:
         if None in frees:
             return -1
         in_forward = [freed[1] for freed in frees if freed is not None and freed[0] == "forward"]
+        if in_forward:
+            in_forward += [self._freed_by_graph(use, num_calls) for use in tensor.uses]
         released = [min(freed[1] + 2, num_calls) for freed in frees if freed is not None and freed[0] == "release"]
         return max(in_forward) if in_forward else min(released, default=num_calls)
 
-    def _unused_graphs(self, num_calls: int) -> Iterator[SharedTensor]:
-        """Tensors that graphs of layers saved and nothing used, by the forward in which they were freed."""
-        found: dict[int, dict[int, int]] = {}
+    def _freed_by_graph(self, use: Use, num_calls: int) -> int:
+        """The call in whose forward the graph of a skipped call without backward frees this argument. -1: none does."""
+        source = self._source(use)
+        if source == use or source not in self._passes["keep"].held or source not in self._by_use:
+            return -1
+        storage = self._by_use[source].storage
+        if storage.freed is None or storage.freed[0] != "forward":
+            return -1
+        # No phase was measured with it: it counts as freed after the peak of that forward.
+        freed_in = storage.freed[1] + (not storage.is_freed_after_peak)
+        return min(freed_in + self._shift(use[0]), num_calls)
+
+    def _shift(self, call: int) -> int:
+        """So many calls later than that of its representative the graph of this call is freed. 0 if it is freed with
+        those of other calls: a pass over several layers whose outputs are detached.
+        """
+        source = self._representative(call)
+        others = [v for v in self._measured.get(self._keys.get(call), ()) if v < source]
+        if others and self._frees_of_graph(others[-1]) == self._frees_of_graph(source):
+            return 0
+        return call - source
+
+    def _frees_of_graph(self, call: int) -> dict[int, int]:
+        """Bytes that the graph of a call without a backward saved, by the call in whose forward they were freed."""
+        found: dict[int, int] = {}
         for tensor in self._tensors.values():
             freed = tensor.storage.freed
-            if tensor.first[1] == "saved" and freed is not None:
-                later = freed[1] - tensor.first[0]
-                sizes = found.setdefault(tensor.first[0], {})
-                sizes[later] = sizes.get(later, 0) + tensor.storage.num_bytes
+            if tensor.first[:2] == (call, "saved") and freed is not None:
+                found[freed[1]] = found.get(freed[1], 0) + tensor.storage.num_bytes
+        return found
+
+    def _unused_graphs(self, num_calls: int) -> Iterator[SharedTensor]:
+        """Tensors that graphs of layers saved and nothing used, by the forward in which they were freed."""
         for call in range(num_calls):
-            for number, (later, num_bytes) in enumerate(sorted(found.get(self._representative(call), {}).items())):
+            frees = self._frees_of_graph(self._representative(call))
+            for number, (freed_in, num_bytes) in enumerate(sorted(frees.items())):
                 yield SharedTensor(
                     call=call,
                     role="saved",
                     number=number,
                     num_bytes=num_bytes,
                     allocated_in=call,
-                    freed_in=min(call + later, num_calls),
+                    freed_in=min(freed_in + self._shift(call), num_calls),
                     only_under=("keep",),
                 )

@@ -100,11 +100,14 @@ class PlacedWeights:
                 table.clear()
 
     def place_outside_of(self, layers: Sequence[Layer]) -> None:
-        """Copy the weights that are in no layer, all lookup tables, and all buffers, to the device."""
+        """Copy the weights that are in no layer, and all lookup tables, to the device."""
         inside = {id(p) for layer in layers for _, p in named_parts(layer.module)}
         self._place([p for _, p in named_parts(self._model) if id(p) not in inside])
         tables, self._restore_tables = share_tables(self._model, lambda t: t.to(self._device.torch_device))
         self._static |= {storage_id(table.untyped_storage()) for table in tables}
+
+    def place_buffers(self) -> None:
+        """Copy all buffers to the device."""
         for buffer in self._model.buffers():
             buffer.data = buffer.data.to(self._device.torch_device)
         self._static |= {storage_id(b.untyped_storage()) for b in self._model.buffers()}

@@ -1,5 +1,6 @@
 """ProfilingPass: one forward and backward of the profiling run under one strategy, measured call by call."""
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from outsize.activation.recompute import run_once
 from outsize.activation.strategies import RUN, keep_and_compare
 from outsize.activation.user_checkpointing import is_in_backward, rerun_in_backward
 from outsize.base.errors import SEVERAL_FORWARDS, ModelUnsupported
-from outsize.compat import storage_id
+from outsize.compat import next_node_number, storage_id
 from outsize.device.device import Device, Meter
 from outsize.device.observer import parts_of
 from outsize.model.arguments import MovedArguments
@@ -107,6 +108,8 @@ class ProfilingPass:
         """By call: the layer, None for a region."""
         self._arguments: MovedArguments | None = None
         self.is_forward = False
+        self.forward_nodes = range(0)
+        """Numbers of the autograd nodes that the forward made."""
         self._is_unmeasured = False
         """The forward runs without grad (a reference pass in a loss). It is measured only as part of that loss."""
         self.argument_storages: set[int] | None = None
@@ -117,6 +120,9 @@ class ProfilingPass:
         self.completions: dict[int, set[int]] = {}
         """By id of a parameter: the calls in whose backward its gradient was complete. -1: before that of any call."""
         self.backward: list[int] = []
+        """Calls that ran, in the order in which their backward began."""
+        self.reached: set[int] = set()
+        """Calls that a gradient reached, skipped ones too."""
         self.keys: dict[int, Any] = {}
         """By call of a layer: equal for calls that cost the same."""
         self._num_runs: dict[Any, int] = {}
@@ -159,6 +165,7 @@ class ProfilingPass:
                     f"of one forward. {SEVERAL_FORWARDS} Run forwards that need no backward under torch.no_grad()."
                 )
             self.is_forward = True
+            self.forward_nodes = range(next_node_number(), sys.maxsize)
             self.context.progress.advance()
             self.phases.open_forward()
         self._arguments = MovedArguments(self.context.device.put, args, kwargs)
@@ -225,7 +232,7 @@ class ProfilingPass:
             self.argument_storages = None
             self._note_outputs(call, made)
         if bound is not None:
-            bound.forward_ran()
+            bound.forward_ran(self.context.device.torch_device, self.context.is_static)
             self.context.bound_attributes[facts.structure] = bound
         known = {id(t) for t in inputs}
         added = [t for t in tensors_in((args, kwargs)) if id(t) not in known]
@@ -345,6 +352,7 @@ class ProfilingPass:
             arguments.write_back()
         self.is_forward = False
         if not failed and not self._is_unmeasured:
+            self.forward_nodes = range(self.forward_nodes.start, next_node_number())
             last = len(self.layer_of) - 1
             self._close_forward(last)
             self._release(last)
@@ -352,6 +360,7 @@ class ProfilingPass:
     # Backward.
 
     def backward_enters(self, call: int, forward_id: int) -> None:
+        self.reached.add(call)
         if call in self.skipped or call in self.backward:
             return
         self.backward_ends()

@@ -2,9 +2,11 @@
 
 The gradient of a weight that several calls use lives from the backward of its last user to that of its first. The users
 between them hold both the sum so far and their own part. The same holds for a tensor that several layers have as a
-further argument (encoder states, keys and values of an earlier layer), until the backward of the call that made it. So
-a call can stand for others only if it has the same position among the users. If one user runs in a profiling pass,
-the first and the last must run too: the first one in backward order begins the sum, the last one ends it.
+further argument (encoder states, keys and values of an earlier layer), until the backward of the call that made it. If
+code outside of layers sums the states of all layers, autograd gives all of them one gradient: the call that is the last
+to add its own part adds in place, the others make a new tensor. So a call can stand for others only if it has the same
+position among the users. If one user runs in a profiling pass, the first and the last must run too: the first one in
+backward order begins the sum, the last one ends it.
 """
 
 import weakref
@@ -22,7 +24,7 @@ BEFORE_ALL = -1
 class SharedGradients:
     def __init__(self, users: Iterable[Sequence[int]]):
         """`users`: by gradient, the calls whose backward adds to it, in forward order. For a tensor, the call that made
-        it comes first.
+        it comes first. For a gradient that several tensors have: the calls that have one of these as their input.
         """
         self._of: dict[int, list[tuple[int, ...]]] = {}
         for calls in users:

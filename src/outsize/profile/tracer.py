@@ -33,14 +33,14 @@ from outsize.model.block_tracker import BlockTracker
 from outsize.model.discover import Layer, stages_to_join, with_stages_joined
 from outsize.model.graph import BlockGraph
 from outsize.model.stacks import is_composite
-from outsize.model.state import BoundAttributes
+from outsize.model.state import BoundAttributes, ModuleState
 from outsize.model.strategies import STRATEGIES, STRATEGY, Strategy, StrategyRecord
 from outsize.model.tensors import map_tensors
 from outsize.model.weights import Weights
-from outsize.model.work import Work
+from outsize.model.work import SharedTensor, Work
 from outsize.profile.attention_kernels import kernels_text, timed_on
 from outsize.profile.blocks import block_name, build_graph
-from outsize.profile.calling import Loss, batch_shapes, call_model, loss_of
+from outsize.profile.calling import Loss, batch_shapes, call_model, loss_of, require_usable_loss
 from outsize.profile.gradient_order import bytes_of_waiting_gradients, require_known_order
 from outsize.profile.lifetimes import SharedTensors
 from outsize.profile.merge import with_reserve
@@ -53,6 +53,8 @@ from outsize.profile.trace import ModelTrace, after
 from outsize.profile.weight_reads import WeightReads
 from outsize.progress import Bar
 
+OUTSIDE = "outside of layers"
+"""Stands for the structure of a layer."""
 _NO_TRAILING_WORK = (True, ())
 """A layer's output is the next layer's input, and no weights are read in between."""
 
@@ -92,12 +94,16 @@ class Tracer:
         self.progress = Bar("Profiling the model")
         self.bound_attributes: dict[str, BoundAttributes] = {}
         self.compares = True
+        self._state: ModuleState
+        self._first_forwards: dict[str, int] = {}
         self._tile_tokens = tile_tokens
         self._tiles: TileSearch | None = None
         self._weights = PlacedWeights(model, device, weights)
         self._reads = WeightReads(self._weights)
         self._layer_of: list[int | None] | None = None
         """By call: the layer. Equal in all passes."""
+        self._reached: set[int] | None = None
+        """The calls that a gradient reaches. Equal in all passes."""
         self._trailing_work: dict[int, Any] = {}
         self._gradients = SharedGradients(())
         self._to_run: set[int] = set()
@@ -111,7 +117,8 @@ class Tracer:
 
     def trace(self) -> tuple[BlockGraph, ModelTrace]:
         with ExitStack() as contexts:
-            for context in (profiling_mode(self.model, self.device), self._weights.restored_at_end(), self.progress):
+            self._state = contexts.enter_context(profiling_mode(self.model, self.device))
+            for context in (self._weights.restored_at_end(), self.progress):
                 contexts.enter_context(context)
             contexts.callback(self._end_tiles)
             with _naming_out_of_memory(lambda: "the weights outside of layers"):
@@ -120,6 +127,8 @@ class Tracer:
             if self._join_stages(discovery):
                 discovery = self._discover()
             if self._drop_lists_that_are_no_stacks(discovery):
+                discovery = self._discover()
+            if self._must_compare_more(discovery):
                 discovery = self._discover()
             strategies = self._strategies()
             to_time: tuple[Strategy, ...] = ("keep", "recompute") if not self.device.is_simulated else ()
@@ -130,7 +139,8 @@ class Tracer:
             passes = {strategy.name: self._measure(strategy.name) for strategy in strategies}
             timed = {strategy: self._time(strategy) for strategy in to_time}
             kernels = "" if self.device.is_simulated else self._kernels_text(discovery)
-            held_bytes = passes["keep"].phases.held_bytes + self._bound_bytes()
+            self._first_forwards = self._more_in_first_forwards(discovery, passes["keep"])
+            kept_bytes = self._kept_bytes()
         run = passes["keep"]
         graph = build_graph(
             self.model,
@@ -147,6 +157,7 @@ class Tracer:
             log.warning("%s", note)
         shared = SharedTensors({s: each.lifetimes for s, each in passes.items()}, run.keys, run.representative)
         calls = tuple(self._works(passes, timed, call) for call in range(len(graph.calls)))
+        records = [*shared.records(calls), *_kept(kept_bytes, len(calls) - 1)]
         seconds = (
             "estimated from FLOPs and bytes" if self.device.is_simulated else f"measured on {self.device.spec.name}"
         )
@@ -154,8 +165,8 @@ class Tracer:
             graph=fingerprint(graph),
             inputs=batch_shapes(self.batch),
             calls=calls,
-            shared=shared.records(calls),
-            held_bytes=held_bytes,
+            shared=tuple(records),
+            held_bytes=run.phases.held_bytes + kept_bytes,
             provenance=f"seconds {seconds}, bytes measured",
             counts_launches=self.device.op_launch_seconds > 0,
             notes=notes,
@@ -169,10 +180,24 @@ class Tracer:
         timer = partial(timed_on, self.device) if self.device.is_gpu else None
         return kernels_text(discovery.attention_calls, timer)
 
-    def _bound_bytes(self) -> int:
-        """Bytes that layers hold from step to step in their attributes."""
-        bound = [self.bound_attributes.get(layer.structure) for layer in self.layers]
-        return sum(each.num_bytes(self.device.torch_device, self.is_static) for each in bound if each is not None)
+    def _kept_bytes(self) -> int:
+        """Bytes that the model holds from step to step in attributes."""
+        bound = [self.bound_attributes.get(structure) for structure in (OUTSIDE, *(x.structure for x in self.layers))]
+        return sum(each.num_bytes for each in bound if each is not None)
+
+    def _more_in_first_forwards(self, discovery: ProfilingPass, run: ProfilingPass) -> dict[str, int]:
+        """By structure of a layer and by number of a region's call: how much higher the peak of its first forward is,
+        which makes what it keeps.
+        """
+        found: dict[str, int] = {}
+        for call, layer in enumerate(run.layer_of) if self.compares else ():
+            structure = OUTSIDE if layer is None else self.layers[layer].structure
+            bound = self.bound_attributes.get(structure)
+            if bound is not None and bound.num_bytes and not {call} & (run.skipped | discovery.skipped):
+                peaks = [each.phases.forward[call].peak_bytes for each in (discovery, run)]
+                key = str(call) if layer is None else structure
+                found[key] = max(found.get(key, 0), peaks[0] - peaks[1] - bound.num_bytes)
+        return found
 
     def _notes(self) -> Iterator[str]:
         if self._reads.hiding_operators and self.device.observes_by_mode:
@@ -212,6 +237,7 @@ class Tracer:
             before if before != _NO_TRAILING_WORK else None,
             self._trailing_work.get(call),
             self._gradients.position(call),
+            self.has_backward(call),
         )
 
     def may_run_twice(self, layer: Layer) -> bool:
@@ -228,11 +254,18 @@ class Tracer:
     def _discover(self) -> ProfilingPass:
         """Run a discovery pass: with a second run of each layer if memory suffices, else without."""
         self._reads, self._layer_of, self._side_outputs = WeightReads(self._weights), None, set()
-        self.bound_attributes = {}
+        self._reached = None
+        self._state.restore()
+        with _naming_out_of_memory(lambda: "the buffers"):
+            self._weights.place_buffers()
+        outside = BoundAttributes(self.model, without=[layer.module for layer in self.layers])
+        self.bound_attributes = {OUTSIDE: outside}
         self._find_tiles_anew()
         done = self.progress.done
         try:
-            return self._run("keep", is_discovery=True)
+            run = self._run("keep", is_discovery=True)
+            outside.forward_ran(self.device.torch_device, self.is_static)
+            return run
         except DeviceOutOfMemory:
             if not self.compares:
                 raise
@@ -250,6 +283,19 @@ class Tracer:
         if self._tile_tokens:
             self._tiles = TileSearch(self.model, self.layers, self._tile_tokens)
             self._tiles.attach()
+
+    def _must_compare_more(self, discovery: ProfilingPass) -> bool:
+        """Whether only calls without a backward ran of a kind of layer (a pass whose outputs are detached comes first),
+        so that no second run was compared. The next discovery pass then runs one that has a backward.
+        """
+        structures = {call: self.layers[i].structure for call, i in enumerate(discovery.layer_of) if i is not None}
+        compared = {structures[call] for call in discovery.backward if call in structures}
+        first: dict[str, int] = {}
+        for call in sorted(discovery.reached & structures.keys()):
+            if structures[call] not in compared:
+                first.setdefault(structures[call], call)
+        self._to_run = set(first.values())
+        return bool(first)
 
     def _use(self, discovery: ProfilingPass) -> None:
         self._differences = discovery.differences
@@ -281,7 +327,7 @@ class Tracer:
                 elif param.requires_grad:
                     users[id(param)].add(call)
         representative = {call: discovery.representative(call) for call in range(len(discovery.layer_of))}
-        weights = [sorted(v for v in calls if representative[v] in discovery.backward) for calls in users.values()]
+        weights = [sorted(calls & discovery.reached) for calls in users.values()]
         tensors = [
             [t.maker, *(v for v in t.calls if {v, representative[v]} & t.readers)]
             for t in discovery.arguments.found
@@ -291,7 +337,8 @@ class Tracer:
             [maker, *(v for v in representative if v > maker and representative[v] in readers)]
             for maker, readers in self._reads.hidden.makers_and_readers()
         ]
-        return SharedGradients([*weights, *tensors, *hidden])
+        states = [sorted(calls) for calls in discovery.arguments.inputs_read_by.values()]
+        return SharedGradients([*weights, *tensors, *hidden, *states])
 
     def _join_stages(self, discovery: ProfilingPass) -> bool:
         joined = stages_to_join(self.layers, discovery.layer_of, discovery.continues_in)
@@ -406,7 +453,17 @@ class Tracer:
                 "prepared; training may drop them."
             )
         self._layer_of = run.layer_of
+        self._require_equal_backward(run)
         self._weights.require_unchanged(compares_values=run.is_discovery)
+
+    def _require_equal_backward(self, run: ProfilingPass) -> None:
+        if self._reached is not None and (others := self._reached ^ run.reached):
+            raise ModelUnsupported(
+                f"A gradient reaches {block_name(self.layers, run.layer_of, min(others))} in one pass of the profiling "
+                "run and not in another. Turn off what skips it at random until the model is prepared; training may "
+                "skip it."
+            )
+        self._reached = run.reached
 
     def _last_block(self, run: ProfilingPass) -> str:
         return block_name(self.layers, run.layer_of, len(run.layer_of) - 1) if run.layer_of else "its inputs"
@@ -418,6 +475,8 @@ class Tracer:
         if self.loss is not None:
             run.phases.begin_loss()
             loss = self.loss(self.model, batch)
+            if loss is not None and run.is_discovery:
+                require_usable_loss(self.model, loss, run.forward_nodes)
             run.phases.forward_returned()
             return loss, batch
         outputs = call_model(self.model, batch)
@@ -438,9 +497,7 @@ class Tracer:
             s.name: work for s in strategies if (work := self._work(passes, timed, s.name, call)) is not None
         }
         if layer is None and call > 0 and run.layer_of[call - 1] is not None:
-            others = {
-                after(s): replace(works["keep"], **bytes_of_phases(other.phases, call)) for s, other in passes.items()
-            }
+            others = {after(s): replace(works["keep"], **self._bytes(other, call)) for s, other in passes.items()}
             works |= {name: work for name, work in others.items() if work != works["keep"]}
         return works
 
@@ -474,10 +531,15 @@ class Tracer:
             forward_seconds=forward.seconds,
             backward_seconds=max(0.0, least, backward.seconds - not_again),
             **self._launches(timed or passes, strategy, representative),
-            **bytes_of_phases(run.phases, representative),
+            **self._bytes(run, call),
             sent_bytes=measured.sent_bytes,
             released_bytes=measured.released_bytes,
         )
+
+    def _bytes(self, run: ProfilingPass, call: int) -> dict[str, Any]:
+        found, layer = bytes_of_phases(run.phases, run.representative(call)), run.layer_of[call]
+        more = self._first_forwards.get(str(call) if layer is None else self.layers[layer].structure, 0)
+        return found | {"forward_peak_bytes": found["forward_peak_bytes"] + more}
 
     def _launches(
         self, clocks: dict[Strategy, ProfilingPass], strategy: Strategy, representative: int
@@ -497,5 +559,11 @@ class Tracer:
         }
 
 
+def _kept(num_bytes: int, last: int) -> Iterator[SharedTensor]:
+    """What a forward leaves in attributes. What the last one left is held until this one returns."""
+    if num_bytes:
+        yield SharedTensor(call=last, role="kept", number=0, num_bytes=num_bytes, allocated_in=last, freed_in=-1)
+
+
 def _is_differentiable(run: ProfilingPass, call: int) -> bool:
-    return run.representative(call) in run.backward and call not in run.without_grad
+    return call in run.reached and call not in run.without_grad

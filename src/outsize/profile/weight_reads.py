@@ -39,6 +39,8 @@ class WeightReads:
         call = len(run.layer_of) - 1
         if not params and tensor.layout == torch.strided:
             self.hidden.note_read(tensor, run, tracker.made_in)
+            if call > 0 and run.layer_of[call] is None and tensor.grad_fn is not None:
+                run.arguments.region_read(call, tensor.untyped_storage())
         for param in params:
             if param is not tensor and call in self.of(param):
                 continue  # a view that the layer has as an argument: see `note_arguments`

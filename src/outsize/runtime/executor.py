@@ -279,24 +279,23 @@ class Executor:
                 raise AssertionError(f"{action} is run by the model, not issued")
 
     def _has_no_saved_tensors(self, call: int) -> bool:
-        """Whether a call that offloads has saved no activations: it ran without grad, or its input needed none because
-        the trained blocks before it were skipped.
+        """Whether a call that offloads has saved no activations: it ran without grad, its input needed none because the
+        trained blocks before it were skipped, or it returned its input.
         """
         if call in self._without_grad:
             return True
         offloaded = self._offloaded.get(call)
-        return offloaded is not None and not offloaded.num_bytes and bool(self._skipped)
+        return offloaded is not None and not offloaded.num_bytes
 
     def _sent(self, call: int) -> OffloadedTensors:
         """The offloaded activations of a call. Raises EngineMisuse if it has none, or more than the plan has."""
         offloaded, planned = self._offloaded.get(call), self.place.work[call].sent_bytes
         size = offloaded.num_bytes if offloaded is not None else 0
-        if offloaded is None or not 0 < size <= planned:
+        if offloaded is None or size > planned:
             name = self.place.graph.call_name(call)
             raise EngineMisuse(
-                f"{name}: it saved {show_bytes(size)} of activations to offload, and the plan has more than 0 "
-                f"and at most {show_bytes(planned)}. Prepare the model with the batch shape that it trains on "
-                "(max_shape=...)."
+                f"{name}: it saved {show_bytes(size)} of activations to offload, and the plan has at most "
+                f"{show_bytes(planned)}. Prepare the model with the batch shape that it trains on (max_shape=...)."
             )
         return offloaded
 

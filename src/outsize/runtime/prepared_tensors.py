@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from outsize.base.errors import EngineMisuse, ModelUnsupported, StaleParameter
+from outsize.base.errors import READS_OUTSIDE_FORWARD, EngineMisuse, ModelUnsupported, StaleParameter
 from outsize.compat import is_traceable_wrapper_subclass, with_torch_function, without_torch_function
 from outsize.runtime import tensor_functions as functions
 
@@ -214,9 +214,8 @@ class _OutsideForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise EngineMisuse(
-            f"{ctx.name}: a loss that reads this weight outside of the model's forward was differentiated. Compute "
-            "that part of the loss inside the forward of the prepared model; for an L2 penalty use weight_decay; for "
-            "logging use torch.no_grad()."
+            f"{ctx.name}: a loss that reads this weight outside of the model's forward was differentiated. "
+            f"{READS_OUTSIDE_FORWARD}"
         )
 
 

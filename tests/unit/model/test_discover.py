@@ -221,11 +221,13 @@ def test_overlapping_lists_are_refused_with_both_names() -> None:
         find_layers(model, ["h.0.experts", "h"])
 
 
-def test_a_block_that_is_in_the_list_twice_is_refused() -> None:
+def test_a_module_that_is_in_lists_several_times_is_one_layer() -> None:
     """Trap C22: two names for one module would be two plans for one set of weights."""
-    block = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"h\.1 shares a module with h\.0"):
-        find_layers(Toy(block, block))
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert names(Toy(one, two, one)) == ["h.0", "h.1"]
+    model = Toy(one, two)
+    model.other = nn.ModuleList([two, nn.Linear(2, 2)])
+    assert names(model) == names(model, ["h", "other"]) == ["h.0", "h.1", "other.1"]
 
 
 class Borrows(nn.Module):
