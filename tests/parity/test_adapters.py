@@ -523,6 +523,17 @@ def test_the_base_alone_reads_the_embedding_that_an_adapter_replaces() -> None:
         assert torch.equal(logits(engine.model, case), logits(case.base(), case))
 
 
+def test_a_fused_layer_that_is_called_alone_with_grad_is_refused_in_its_backward() -> None:
+    """As PEFT's is: between passes the engine does not collect gradients."""
+    case = dataclasses.replace(FUSED["llama"], fused=True)
+    with cells.closing(prepare(case, "recompute")) as engine:
+        layer: Any = engine.model.get_submodule("base_model.model.model.layers.0")
+        x = torch.randn(2, 3, layer.mlp.gate_proj.in_features, dtype=torch.bfloat16)
+        for part in (layer.self_attn.q_proj, layer.mlp):
+            with pytest.raises(EngineMisuse, match="outside of the model's forward"):
+                part(x).sum().backward()
+
+
 def test_fusing_a_prepared_model_is_refused() -> None:
     case = CASES["lora-bf16"]
     with cells.closing(prepare(case, "recompute")) as engine:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from unit.lora.test_fuse import LINEARS, Model, distance, inputs, names_of_fused, results, saved_units
 
 import outsize
+from outsize.compat import TorchDispatchMode
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 HIDDEN, MLP = 64, 128
@@ -89,9 +90,18 @@ def test_without_grad_and_in_other_dtypes_bitsandbytes_computes(compute: Any) ->
     """It has kernels for few tokens, and casts the input to its own dtype."""
     model = quantized(torch.float32, compute=compute)
     x = inputs(torch.float32, hidden=HIDDEN)
+    called: list[str] = []
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func._schema.name)
+            return func(*args, **kwargs or {})
+
     with torch.no_grad():
         theirs = model(x)
-        assert torch.equal(outsize.fuse_lora(model)(x), theirs)
+        with Operators():
+            assert torch.equal(outsize.fuse_lora(model)(x), theirs)
+    assert called.count("bitsandbytes::gemm_4bit") == 7
     if compute is not None:
         ours = results(model, x)
         theirs_too = results(outsize.fuse_lora(model, ()), x)

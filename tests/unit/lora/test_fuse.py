@@ -145,6 +145,14 @@ def test_gradients_equal_pefts_up_to_rounding_in_bf16() -> None:
             assert far[0] < 1.1 * far[1]
 
 
+def under_autocast(model: nn.Module) -> dict[str, Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    return results(model, inputs(torch.float32), forward=forward)
+
+
 @pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16], ids=str)
 def test_under_autocast_products_are_computed_in_its_dtype(adapter: torch.dtype) -> None:
     model = adapted(dtype=torch.float32, adapter=adapter)
@@ -154,15 +162,18 @@ def test_under_autocast_products_are_computed_in_its_dtype(adapter: torch.dtype)
         found = both.layer.mlp(inputs(torch.float32))
     assert found.dtype == expected.dtype == torch.bfloat16 and not torch.equal(found, expected)
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.02)
-
-    def under_autocast(m: nn.Module) -> dict[str, Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return m(x)
-
-        return results(m, inputs(torch.float32), forward=forward)
-
     assert distance(under_autocast(both), under_autocast(model)) < 3e-2
+
+
+def test_under_autocast_masks_of_another_dtype_are_left_to_peft() -> None:
+    """Which elements a GPU drops depends on the dtype."""
+    for adapter in (torch.float32, torch.bfloat16):
+        model = adapted(dtype=torch.float32, adapter=adapter, lora_dropout=0.3)
+        gap = distance(under_autocast(fused(model)), under_autocast(model))
+        assert gap == 0 if adapter == torch.float32 else 0 < gap < 3e-2
+    model = adapted(dtype=torch.float64)  # autocast leaves fp64 as it is
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fused(model)(inputs()).dtype == torch.float64
 
 
 def test_inputs_of_every_shape() -> None:
@@ -384,6 +395,17 @@ def test_every_state_of_a_fused_layer_computes_what_peft_computes(change: str) -
 def test_other_adapters(config: dict[str, Any]) -> None:
     model = adapted("biases", **config)
     assert distance(results(fused(model), inputs()), results(model, inputs())) < 1e-10
+
+
+def test_frozen_adapters_save_no_more_than_with_peft() -> None:
+    model = adapted(dtype=torch.bfloat16)
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora_" in name and "q_proj" in name)
+    x = inputs(torch.bfloat16, rows=1)
+    units = [saved_units(which, x, TOKENS, HIDDEN) for which in (fused(model), model)]
+    assert units[0] < units[1]  # by q_proj, which is trained
+    model.requires_grad_(False)
+    assert saved_units(fused(model), x, TOKENS, HIDDEN) == saved_units(model, x, TOKENS, HIDDEN)
 
 
 def test_adapters_in_another_dtype_keep_pefts_forward() -> None:
