@@ -111,6 +111,8 @@ class Quantized:
     """A Llama with a quantized base and bf16 LoRA adapters; embeddings, head and norms stay bf16."""
 
     quantization: Quantization
+    is_fused: bool = False
+    """Its LoRA layers and MLPs run as outsize.fuse_lora makes them."""
 
     @property
     def spec(self) -> outsize.AdamW:
@@ -131,7 +133,7 @@ class Quantized:
         for name, param in model.named_parameters():
             if "lora_" in name:
                 param.data = torch.randn(param.shape).mul(0.1).to(torch.bfloat16)
-        return model.train()
+        return outsize.fuse_lora(model.train()) if self.is_fused else model.train()
 
     def batches(self) -> list[dict[str, Tensor]]:
         return [batch(seed) for seed in range(3)]

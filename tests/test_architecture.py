@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, str] = {
     "compat": "",  # private names of other libraries; for all but those without torch
     "config": "base model.offloading model.strategies optim.names quant.settings",
     "hardware": "base config.source",  # a machine is a YAML file
-    "lora": "base compat",
+    "lora": "base compat quant.weight_only",
     # weights are read from files
     "model": "base compat hub lora checkpoint.model_files checkpoint.tensorfile quant",
     "device": "base compat hardware calibration.rates",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from outsize.compat import without_dispatch_modes, without_torch_function
 from outsize.layout.chunks import ChunkLayout
+from outsize.lora.fuse import is_fused
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
 from outsize.model.parts import named_parts
@@ -32,6 +33,8 @@ pytest.importorskip("torchao")
 
 STEPS = 4
 BASES: tuple[quantized.Quantization, ...] = ("nf4-double", "nf4", "fp4", "torchao-int8", "int8", "fp8")
+FUSED = ("nf4-double", "nf4", "fp4", "int8", "fp8")
+"""Bases whose LoRA layers can be fused."""
 HOMES = ("resident", "mixed", "streamed")
 STRATEGIES: tuple[Strategy, ...] = ("keep", "recompute", "offload", "swap")
 DEVICES = ("cpu", "sim")
@@ -43,13 +46,15 @@ class Cell:
     homes: Literal["resident", "mixed", "streamed"]
     strategy: Strategy
     device: Literal["cpu", "sim"]
+    is_fused: bool = False
 
     def __str__(self) -> str:
-        return "-".join((self.base, self.homes, self.strategy, self.device))
+        form = "fused" if self.is_fused else "peft"
+        return "-".join((self.base, self.homes, self.strategy, self.device, form))
 
     @property
     def case(self) -> Quantized:
-        return Quantized(quantization=self.base)
+        return Quantized(quantization=self.base, is_fused=self.is_fused)
 
     def decide(self, graph: BlockGraph, layout: ChunkLayout, trace: ModelTrace) -> Decision:
         """`streamed`: all weights, with as few slots as possible. `mixed`: every second chunk of frozen weights."""
@@ -77,16 +82,18 @@ class Cell:
 
 
 CELLS = [
-    Cell(base, HOMES[(i + j) % 3], strategy, DEVICES[(i + j) % 2])  # type: ignore[arg-type]
+    Cell(base, HOMES[(i + j) % 3], strategy, DEVICES[(i + j) % 2], (i + j // 2) % 2 == 1 and base in FUSED)  # type: ignore[arg-type]
     for i, base in enumerate(BASES)
     for j, strategy in enumerate(STRATEGIES)
 ]
 
 
 def test_cells_cover_every_pair() -> None:
-    values = {"base": BASES, "homes": HOMES, "strategy": STRATEGIES, "device": DEVICES}
+    values = {"base": BASES, "homes": HOMES, "strategy": STRATEGIES, "device": DEVICES, "is_fused": (False, True)}
     for (one, of_one), (other, of_other) in itertools.combinations(values.items(), 2):
         for a, b in itertools.product(of_one, of_other):
+            if other == "is_fused" and b and one == "base" and a not in FUSED:
+                continue
             assert any(getattr(cell, one) == a and getattr(cell, other) == b for cell in CELLS), (one, a, other, b)
 
 
@@ -147,6 +154,24 @@ def test_training_over_a_quantized_base_equals_the_plain_loop(
     assert len(after_detach) > 7 * 4 and all(torch.equal(part, given[name]) for name, part in after_detach.items())
     assert quantized.evaluate(engine.model) == wanted[-1], "after detach"
     parity_cell(cell)
+
+
+@pytest.mark.parametrize("base", FUSED)
+def test_fused_layers_compute_what_pefts_compute(base: quantized.Quantization) -> None:
+    found = []
+    for fused in (False, True):
+        model = Quantized(quantization=base, is_fused=fused).model()
+        assert any(is_fused(module) for module in model.modules()) == fused
+        torch.manual_seed(3)
+        loss = model(**quantized.batch()).loss
+        loss.backward()
+        grads = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+        found.append((loss.item(), grads))
+    (loss, grads), (fused_loss, fused_grads) = found
+    assert fused_loss == pytest.approx(loss, rel=5e-3)
+    assert len(grads) == 2 * 7 * quantized.CONFIG.num_hidden_layers == len(fused_grads)
+    for name, grad in grads.items():
+        assert (fused_grads[name] - grad).norm() < 0.05 * grad.norm(), name
 
 
 class Stash(torch.autograd.Function):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.compat import is_traceable_wrapper_subclass
+from outsize.quant.weight_only import WeightOnly
 
 _COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -58,6 +59,18 @@ class FourBitWeight:
         return found.to(dtype)
 
 
+@dataclass(slots=True)
+class WeightOnlyWeight:
+    """Of an int8 or fp8 layer of ours."""
+
+    layer: WeightOnly
+    dtype: torch.dtype | None = None
+    is_quantized: bool = True
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return self.layer.dense_weight(dtype)
+
+
 def base_weight(layer: nn.Module) -> BaseWeight | str:
     """The weight of a linear layer, or why it cannot be read here."""
     weight: Any = getattr(layer, "weight", None)
@@ -71,6 +84,8 @@ def base_weight(layer: nn.Module) -> BaseWeight | str:
         if tuple(state.shape) != (layer.out_features, layer.in_features):
             return "4-bit weights of transposed shape"
         return FourBitWeight(weight, state, layer.compute_dtype)
+    if isinstance(layer, WeightOnly):
+        return WeightOnlyWeight(layer)
     if type(layer).forward is not nn.Linear.forward or is_traceable_wrapper_subclass(weight):
         return f"a base of type {type(layer).__name__}"
     if not isinstance(weight, Tensor) or weight.dtype not in _COMPUTED_IN:

@@ -35,7 +35,7 @@ def fuse_lora(model: M, parts: Collection[Part] = PARTS) -> M:
 
     Each fused layer saves its input alone and adds the adapter's product to the base's output in place. A gated MLP
     (SwiGLU, GeGLU) saves its input and the outputs of its gate and up projections. Results differ from PEFT's by
-    rounding. LoRA and rsLoRA over bf16, fp16, fp32 and bitsandbytes 4-bit weights are fused, with dropout too. Layers
+    rounding. LoRA and rsLoRA over bf16, fp16, fp32, 4-bit, int8 and fp8 weights are fused, with dropout too. Layers
     of other kinds (DoRA, embeddings, convolutions) and in other states (merged or disabled adapters, several active
     ones, adapters in another dtype than their base without autocast) run PEFT's forward.
 
@@ -197,8 +197,11 @@ def _is_lora(module: nn.Module) -> bool:
 def _known_forwards() -> list[Any]:
     """The forwards of PEFT that add s (x Aᵀ) Bᵀ to the output of their base."""
     bitsandbytes: Any = sys.modules.get("peft.tuners.lora.bnb")
-    kinds = [sys.modules["peft.tuners.lora.layer"].Linear, getattr(bitsandbytes, "Linear4bit", None)]
-    return [kind.forward for kind in kinds if kind is not None]
+    quantized = (getattr(bitsandbytes, name, None) for name in ("Linear4bit", "Linear8bitLt"))
+    return [
+        sys.modules["peft.tuners.lora.layer"].Linear.forward,
+        *(kind.forward for kind in quantized if kind is not None),
+    ]
 
 
 def _why_not_now(layer: Any) -> str:

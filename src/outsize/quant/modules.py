@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from outsize.model.weights import unmaterialized
 from outsize.quant.four_bit import BLOCK, NESTED_BLOCK
 from outsize.quant.installed import bitsandbytes
-from outsize.quant.weight_only import dequantize_rows, weight_only_linear
+from outsize.quant.weight_only import WeightOnly, dequantize_rows, weight_only_linear
 
 bnb = bitsandbytes()
 
@@ -74,7 +74,7 @@ def four_bit_linear(shape: tuple[int, int], bias: nn.Parameter | None, state: An
     return linear
 
 
-class Int8Linear(bnb.nn.Linear8bitLt):  # type: ignore[name-defined]
+class Int8Linear(bnb.nn.Linear8bitLt, WeightOnly):  # type: ignore[name-defined]
     """A linear layer with int8 weights and a scale per row (`SCB`), stored, adapted and merged as bitsandbytes' own."""
 
     def __init__(self, shape: tuple[int, int], bias: nn.Parameter | None, compute_dtype: torch.dtype):
@@ -89,3 +89,6 @@ class Int8Linear(bnb.nn.Linear8bitLt):  # type: ignore[name-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         return weight_only_linear(x, self.weight, self.weight.SCB, self.bias, dequantize_rows)
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        return dequantize_rows(self.weight, self.weight.SCB, dtype)

@@ -48,7 +48,15 @@ def dequantize_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
     return weight.to(dtype).mul_((scale * (1 / 127)).unsqueeze(1))
 
 
-class Fp8Linear(nn.Linear):
+class WeightOnly(nn.Module):
+    """A layer that dequantizes its weight for each use."""
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        """The weight in this dtype, of shape (outputs, inputs)."""
+        raise NotImplementedError
+
+
+class Fp8Linear(nn.Linear, WeightOnly):
     """A linear layer whose weight is fp8 (e4m3) with one scale (`weight_scale_inv`) per block of rows and columns, as
     transformers' FineGrainedFP8 stores it.
     """
@@ -75,6 +83,9 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return weight_only_linear(x, self.weight, self.weight_scale_inv, self.bias, self._dequantize)
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        return self._dequantize(self.weight, self.weight_scale_inv, dtype)
 
     def _dequantize(self, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         (rows, columns), (height, width) = weight.shape, self.block
