@@ -27,8 +27,9 @@ override PYTHON := .venv/bin/python
 READY := .venv/.ready
 endif
 
-# Bits depend on the number of threads, so each test process uses one thread. Two processes use two cores.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH=src
+# Bits depend on the number of threads, so each test process uses one thread. Two processes use two cores. Bytecode is
+# kept whatever the caller's environment says: some tests start Python, which would compile all imports each time.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE= PYTHONPATH=src
 PARALLEL := -n 2 --dist worksteal
 # tests/parity is listed explicitly so that the reporting process knows how many parity cells there must be
 # (tests/parity/conftest.py). No test runs twice.

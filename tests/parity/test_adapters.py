@@ -119,6 +119,8 @@ FEW = {
     "dora": lora("llama-untied", ("v_proj",), r=1, use_dora=True, use_rslora=True, how={"accumulate": 2}),
 }
 """Adapters of at most a tenth of their model, as real ones are."""
+VARIANTS = {"lora-classifier", "lora-bias", "lora-saved-embedding", "dora-dropout", "dora-bf16", "dora-saved-head"}
+"""Cases whose parts other cases have too: `make test-all` runs them."""
 
 
 # --- plans
@@ -213,12 +215,16 @@ def logits(model: nn.Module, case: Adapted) -> Tensor:
 
 
 def by_turns() -> list[Any]:
-    """Every case under one plan, in turn, and the first LoRA and DoRA under every one. `make test-all` runs the
+    """Every case but variants under one plan, in turn, and the first LoRA under every one. `make test-all` runs the
     product.
     """
     return [
         pytest.param(
-            name, plan, marks=[] if name in ("lora", "dora") or (i + j) % len(PLANS) == 0 else [pytest.mark.full]
+            name,
+            plan,
+            marks=[]
+            if name == "lora" or (name not in VARIANTS and (i + j) % len(PLANS) == 0)
+            else [pytest.mark.full],
         )
         for i, name in enumerate(CASES)
         for j, plan in enumerate(PLANS)

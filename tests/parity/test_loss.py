@@ -15,7 +15,7 @@ import trainers
 import zoo
 from cells import Cell
 from torch import nn
-from turns import in_turn
+from turns import by_turns, in_turn
 
 import outsize
 from outsize.device.sim import SimDevice
@@ -84,11 +84,12 @@ PINS = {
 
 
 @pytest.mark.parametrize("cell", in_turn(CELLS), ids=str)
+@pytest.mark.parametrize("device", ["sim", pytest.param("cpu", marks=pytest.mark.full)])
 def test_all_plans_have_the_bits_of_the_plain_model_with_this_loss(
-    cell: Cell, parity_cell: Callable[[object], None]
+    cell: Cell, device: str, parity_cell: Callable[[object], None]
 ) -> None:
     expected = plain(cell.model(), cell)
-    for device, pins in [(device, pins) for device in ("cpu", "sim") for pins in PINS]:
+    for pins in PINS:
         where = machine() if device == "sim" else "cpu"
         with cells.closing(prepare(cell.model(), cell, where, pins=PINS[pins])) as engine:
             assert engine.plan.loss == WORDS
@@ -98,8 +99,13 @@ def test_all_plans_have_the_bits_of_the_plain_model_with_this_loss(
         parity_cell((str(cell), device, pins))
 
 
-@pytest.mark.parametrize("strategy", ["keep", "recompute", "offload", "swap"])
-@pytest.mark.parametrize("cell", [Cell(kind="llama"), Cell(kind="llama-untied", dtype="bf16")], ids=str)
+@pytest.mark.parametrize(
+    ("cell", "strategy"),
+    by_turns(
+        [Cell(kind="llama"), Cell(kind="llama-untied", dtype="bf16")], ["keep", "recompute", "offload", "swap"]
+    ),
+    ids=str,
+)
 def test_every_strategy_does_under_exactly_its_budget(
     cell: Cell, strategy: Any, parity_cell: Callable[[object], None]
 ) -> None:
@@ -180,7 +186,7 @@ def ours(folder: Path, plan: str = "resident", **how: Any) -> Any:
     return trainers.ours(folder, plan=plan, **how)
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("bf16", in_turn([True, False]), ids=["autocast", ""])
 def test_trainers_have_the_bits_of_the_plain_trainer_with_this_loss(
     tmp_path: Path, bf16: bool, parity_cell: Callable[[object], None]
 ) -> None:

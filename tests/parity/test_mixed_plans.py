@@ -24,6 +24,8 @@ from outsize.schedule.plan import Decision
 from outsize.schedule.schedule import compile_schedule
 
 NUM_PLANS = 3
+STEPS = 2
+"""The second begins where the first one ended, and has moments."""
 CHUNK_BYTES = 4 * 1024
 CELLS = [
     Cell(
@@ -81,7 +83,8 @@ def plans(cell: Cell) -> Sequence[Placement]:
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.kind)
 def test_mixed_plan_equals_the_plain_loop(cell: Cell, number: int, parity_cell: Callable[[object], None]) -> None:
     decision = plans(cell)[number].decision
-    cells.assert_same(cells.run(cell, decision=decision, chunk_bytes=CHUNK_BYTES), cells.expected(cell))
+    found = cells.run(cell, steps=STEPS, decision=decision, chunk_bytes=CHUNK_BYTES)
+    cells.assert_same(found, cells.expected(cell, steps=STEPS))
     parity_cell((cell.kind, number))
 
 
