@@ -222,9 +222,7 @@ def by_turns() -> list[Any]:
         pytest.param(
             name,
             plan,
-            marks=[]
-            if name == "lora" or (name not in VARIANTS and (i + j) % len(PLANS) == 0)
-            else [pytest.mark.full],
+            marks=[] if name == "lora" or (name not in VARIANTS and (i + j) % len(PLANS) == 0) else [pytest.mark.full],
         )
         for i, name in enumerate(CASES)
         for j, plan in enumerate(PLANS)

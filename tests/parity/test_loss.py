@@ -101,9 +101,7 @@ def test_all_plans_have_the_bits_of_the_plain_model_with_this_loss(
 
 @pytest.mark.parametrize(
     ("cell", "strategy"),
-    by_turns(
-        [Cell(kind="llama"), Cell(kind="llama-untied", dtype="bf16")], ["keep", "recompute", "offload", "swap"]
-    ),
+    by_turns([Cell(kind="llama"), Cell(kind="llama-untied", dtype="bf16")], ["keep", "recompute", "offload", "swap"]),
     ids=str,
 )
 def test_every_strategy_does_under_exactly_its_budget(
