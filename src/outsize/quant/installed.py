@@ -21,9 +21,9 @@ def bitsandbytes() -> Any:
     try:
         import bitsandbytes as found
     except ImportError as error:
-        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "bitsandbytes"
-        why = "which is not installed" if is_missing else f"which cannot be imported ({error})"
-        raise ConfigError(f"quantized weights need bitsandbytes, {why}. {_DO}.") from None
+        if isinstance(error, ModuleNotFoundError) and error.name == "bitsandbytes":
+            raise ConfigError(f"quantized weights need bitsandbytes, which is not installed. {_DO}.") from None
+        raise ConfigError(f"quantized weights need bitsandbytes, which cannot be imported ({error}). {_DO}.") from None
     finally:
         log.setLevel(level)
     version = tuple(map(int, re.findall(r"\d+", found.__version__)[:2]))
