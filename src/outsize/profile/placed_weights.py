@@ -40,13 +40,17 @@ class PlacedWeights:
         self._storages: dict[Tensor, int] = {}
         self._params_in_storage: dict[int, dict[Tensor, None]] = {}
         self._static: set[int] = set()
+        """Storages of parameters and lookup tables."""
+        self._buffers: set[int] = set()
+        """Storages of buffers."""
         self._restore_tables: Callable[[], None] = lambda: None
         self.is_placing = False
         """Weights are being copied to the device, which reads them."""
 
     def is_static(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of a weight or buffer."""
-        return storage_id(tensor.untyped_storage()) in self._static
+        storage = storage_id(tensor.untyped_storage())
+        return storage in self._static or storage in self._buffers
 
     def parameters_in(self, tensor: Tensor) -> Collection[Tensor]:
         """The parameters in whose memory a tensor lies, with all their parts."""
@@ -110,7 +114,7 @@ class PlacedWeights:
         """Copy all buffers to the device."""
         for buffer in self._model.buffers():
             buffer.data = buffer.data.to(self._device.torch_device)
-        self._static |= {storage_id(b.untyped_storage()) for b in self._model.buffers()}
+        self._buffers = {storage_id(b.untyped_storage()) for b in self._model.buffers()}
 
     def require_unchanged(self, *, compares_values: bool) -> None:
         """Refuse a model whose forward writes or replaces its parameters: they are views into the engine's buffers, and

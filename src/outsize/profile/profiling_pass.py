@@ -26,6 +26,7 @@ from outsize.model.strategies import STRATEGY, Strategy
 from outsize.model.tensors import named_tensors, tensors_in
 from outsize.profile.arguments import SharedArguments
 from outsize.profile.attention_kernels import AttentionCall
+from outsize.profile.kept_state import KeptState
 from outsize.profile.lifetimes import Lifetimes
 from outsize.profile.phases import Phases
 from outsize.profile.skipped_layers import StandIn, stand_in_for
@@ -44,8 +45,7 @@ class PassContext(Protocol):
     progress: Bar
     """Counts the calls of all passes."""
 
-    bound_attributes: dict[str, BoundAttributes]
-    """By structure of a layer: values that its forward binds to attributes. Skipped layers get them too."""
+    kept: KeptState
 
     compares: bool
     """Discovery passes compare a second run of each layer's forward with the first."""
@@ -154,6 +154,10 @@ class ProfilingPass:
             return call
         return next(v for v in range(call - 1, -1, -1) if v not in self.skipped and self.keys.get(v) == self.keys[call])
 
+    def forward_peaks(self) -> dict[int, int]:
+        """The peaks of the forwards of all calls that ran."""
+        return {v: phase.peak_bytes for v, phase in enumerate(self.phases.forward) if v not in self.skipped}
+
     # Forward.
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -219,7 +223,7 @@ class ProfilingPass:
         self.context.place(facts.module)
         argument_storages = _storages_of(inputs)
         bound = None
-        if self.is_discovery and facts.structure not in self.context.bound_attributes:
+        if self.is_discovery and facts.structure not in self.context.kept.of_layers:
             bound = BoundAttributes(facts.module)
         strategy = self._strategy_of(call, facts)
         if self._is_unmeasured:
@@ -233,7 +237,7 @@ class ProfilingPass:
             self._note_outputs(call, made)
         if bound is not None:
             bound.forward_ran(self.context.device.torch_device, self.context.is_static)
-            self.context.bound_attributes[facts.structure] = bound
+            self.context.kept.of_layers[facts.structure] = bound
         known = {id(t) for t in inputs}
         added = [t for t in tensors_in((args, kwargs)) if id(t) not in known]
         next_hidden = _replacements(named[:1], args, kwargs)
@@ -281,8 +285,8 @@ class ProfilingPass:
         if self._tracks and not self._is_unmeasured:
             self.lifetimes.layer_returned(call, "output", tensors_in(outputs), _storages_of(inputs))
         self._note_outputs(call, outputs)
-        if layer.structure in self.context.bound_attributes:
-            self.context.bound_attributes[layer.structure].bind_to(layer.module)
+        if layer.structure in self.context.kept.of_layers:
+            self.context.kept.of_layers[layer.structure].bind_to(layer.module)
         return outputs
 
     def _strategy_of(self, call: int, layer: Layer) -> Strategy:

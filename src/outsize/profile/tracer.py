@@ -33,15 +33,16 @@ from outsize.model.block_tracker import BlockTracker
 from outsize.model.discover import Layer, stages_to_join, with_stages_joined
 from outsize.model.graph import BlockGraph
 from outsize.model.stacks import is_composite
-from outsize.model.state import BoundAttributes, ModuleState
+from outsize.model.state import ModuleState
 from outsize.model.strategies import STRATEGIES, STRATEGY, Strategy, StrategyRecord
 from outsize.model.tensors import map_tensors
 from outsize.model.weights import Weights
-from outsize.model.work import SharedTensor, Work
+from outsize.model.work import Work
 from outsize.profile.attention_kernels import kernels_text, timed_on
 from outsize.profile.blocks import block_name, build_graph
 from outsize.profile.calling import Loss, batch_shapes, call_model, loss_of, require_usable_loss
 from outsize.profile.gradient_order import bytes_of_waiting_gradients, require_known_order
+from outsize.profile.kept_state import KeptState
 from outsize.profile.lifetimes import SharedTensors
 from outsize.profile.merge import with_reserve
 from outsize.profile.phases import Phase, bytes_of_phases
@@ -53,8 +54,6 @@ from outsize.profile.trace import ModelTrace, after
 from outsize.profile.weight_reads import WeightReads
 from outsize.progress import Bar
 
-OUTSIDE = "outside of layers"
-"""Stands for the structure of a layer."""
 _NO_TRAILING_WORK = (True, ())
 """A layer's output is the next layer's input, and no weights are read in between."""
 
@@ -92,10 +91,11 @@ class Tracer:
         # host needs no memory for them.
         self.spill_device = device.torch_device
         self.progress = Bar("Profiling the model")
-        self.bound_attributes: dict[str, BoundAttributes] = {}
+        self.kept: KeptState
         self.compares = True
         self._state: ModuleState
-        self._first_forwards: dict[str, int] = {}
+        self._more_at_first: dict[int, int] = {}
+        """By call: bytes by which the peak of its first forward is higher."""
         self._tile_tokens = tile_tokens
         self._tiles: TileSearch | None = None
         self._weights = PlacedWeights(model, device, weights)
@@ -139,8 +139,9 @@ class Tracer:
             passes = {strategy.name: self._measure(strategy.name) for strategy in strategies}
             timed = {strategy: self._time(strategy) for strategy in to_time}
             kernels = "" if self.device.is_simulated else self._kernels_text(discovery)
-            self._first_forwards = self._more_in_first_forwards(discovery, passes["keep"])
-            kept_bytes = self._kept_bytes()
+            if self.compares:  # otherwise the first forward has copies of the model's state
+                first, later = discovery.forward_peaks(), passes["keep"].forward_peaks()
+                self._more_at_first = self.kept.more_in_first_forward(first, later, discovery.layer_of)
         run = passes["keep"]
         graph = build_graph(
             self.model,
@@ -157,7 +158,6 @@ class Tracer:
             log.warning("%s", note)
         shared = SharedTensors({s: each.lifetimes for s, each in passes.items()}, run.keys, run.representative)
         calls = tuple(self._works(passes, timed, call) for call in range(len(graph.calls)))
-        records = [*shared.records(calls), *_kept(kept_bytes, len(calls) - 1)]
         seconds = (
             "estimated from FLOPs and bytes" if self.device.is_simulated else f"measured on {self.device.spec.name}"
         )
@@ -165,8 +165,8 @@ class Tracer:
             graph=fingerprint(graph),
             inputs=batch_shapes(self.batch),
             calls=calls,
-            shared=tuple(records),
-            held_bytes=run.phases.held_bytes + kept_bytes,
+            shared=(*shared.records(calls), *self.kept.records(len(calls))),
+            held_bytes=run.phases.held_bytes + self.kept.num_bytes(),
             provenance=f"seconds {seconds}, bytes measured",
             counts_launches=self.device.op_launch_seconds > 0,
             notes=notes,
@@ -179,25 +179,6 @@ class Tracer:
     def _kernels_text(self, discovery: ProfilingPass) -> str:
         timer = partial(timed_on, self.device) if self.device.is_gpu else None
         return kernels_text(discovery.attention_calls, timer)
-
-    def _kept_bytes(self) -> int:
-        """Bytes that the model holds from step to step in attributes."""
-        bound = [self.bound_attributes.get(structure) for structure in (OUTSIDE, *(x.structure for x in self.layers))]
-        return sum(each.num_bytes for each in bound if each is not None)
-
-    def _more_in_first_forwards(self, discovery: ProfilingPass, run: ProfilingPass) -> dict[str, int]:
-        """By structure of a layer and by number of a region's call: how much higher the peak of its first forward is,
-        which makes what it keeps.
-        """
-        found: dict[str, int] = {}
-        for call, layer in enumerate(run.layer_of) if self.compares else ():
-            structure = OUTSIDE if layer is None else self.layers[layer].structure
-            bound = self.bound_attributes.get(structure)
-            if bound is not None and bound.num_bytes and not {call} & (run.skipped | discovery.skipped):
-                peaks = [each.phases.forward[call].peak_bytes for each in (discovery, run)]
-                key = str(call) if layer is None else structure
-                found[key] = max(found.get(key, 0), peaks[0] - peaks[1] - bound.num_bytes)
-        return found
 
     def _notes(self) -> Iterator[str]:
         if self._reads.hiding_operators and self.device.observes_by_mode:
@@ -258,13 +239,12 @@ class Tracer:
         self._state.restore()
         with _naming_out_of_memory(lambda: "the buffers"):
             self._weights.place_buffers()
-        outside = BoundAttributes(self.model, without=[layer.module for layer in self.layers])
-        self.bound_attributes = {OUTSIDE: outside}
+        self.kept = KeptState(self.model, self.layers)
         self._find_tiles_anew()
         done = self.progress.done
         try:
             run = self._run("keep", is_discovery=True)
-            outside.forward_ran(self.device.torch_device, self.is_static)
+            self.kept.outside.forward_ran(self.device.torch_device, self.is_static)
             return run
         except DeviceOutOfMemory:
             if not self.compares:
@@ -537,9 +517,8 @@ class Tracer:
         )
 
     def _bytes(self, run: ProfilingPass, call: int) -> dict[str, Any]:
-        found, layer = bytes_of_phases(run.phases, run.representative(call)), run.layer_of[call]
-        more = self._first_forwards.get(str(call) if layer is None else self.layers[layer].structure, 0)
-        return found | {"forward_peak_bytes": found["forward_peak_bytes"] + more}
+        found = bytes_of_phases(run.phases, run.representative(call))
+        return found | {"forward_peak_bytes": found["forward_peak_bytes"] + self._more_at_first.get(call, 0)}
 
     def _launches(
         self, clocks: dict[Strategy, ProfilingPass], strategy: Strategy, representative: int
@@ -557,12 +536,6 @@ class Tracer:
             "forward_syncs_host": forward.syncs_host,
             "backward_syncs_host": backward.syncs_host,
         }
-
-
-def _kept(num_bytes: int, last: int) -> Iterator[SharedTensor]:
-    """What a forward leaves in attributes. What the last one left is held until this one returns."""
-    if num_bytes:
-        yield SharedTensor(call=last, role="kept", number=0, num_bytes=num_bytes, allocated_in=last, freed_in=-1)
 
 
 def _is_differentiable(run: ProfilingPass, call: int) -> bool:
