@@ -1,5 +1,5 @@
-"""Quantized bases with LoRA adapters, made in memory, for tests. Their libraries are optional: tests import them with
-pytest.importorskip.
+"""Quantized bases with LoRA adapters, made in memory, for tests. Their libraries are optional. torchao is not in the
+extra `dev`: where it is installed, importing PEFT takes seconds longer and prints to stderr.
 """
 
 import copy
@@ -9,6 +9,7 @@ import logging
 from typing import Any, Literal
 
 import cells
+import pytest
 import torch
 from cells import Outcome, Traced
 from peft import LoraConfig, get_peft_model
@@ -90,9 +91,8 @@ def _to_fp8(model: nn.Module) -> None:
 def quantize(model: nn.Module, quantization: Quantization) -> None:
     """Quantize all linear layers of a module in place."""
     if quantization == "torchao-int8":
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-        quantize_(model.requires_grad_(False), Int8WeightOnlyConfig())
+        torchao = pytest.importorskip("torchao.quantization")  # skips the tests that need it
+        torchao.quantize_(model.requires_grad_(False), torchao.Int8WeightOnlyConfig())
     elif quantization == "int8":
         quantize_in_memory(model, settings.Quantization(load_in_8bit=True))
     elif quantization == "fp8":

@@ -21,7 +21,6 @@ from outsize.runtime.engine import Engine
 from outsize.schedule.buffers import BufferKind as B
 
 bnb = pytest.importorskip("bitsandbytes")
-pytest.importorskip("torchao")
 
 NF4, TORCHAO = Quantized(quantization="nf4-double"), Quantized(quantization="torchao-int8")
 

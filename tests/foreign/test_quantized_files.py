@@ -17,7 +17,6 @@ from outsize.model.parts import named_parts
 from outsize.runtime.engine import Engine
 
 pytest.importorskip("bitsandbytes")
-pytest.importorskip("torchao")
 
 NF4, TORCHAO = Quantized(quantization="nf4-double"), Quantized(quantization="torchao-int8")
 BUDGET = "sim:1500KiB"

@@ -29,7 +29,6 @@ from outsize.schedule.buffers import BufferKind as B
 from outsize.schedule.plan import Decision
 
 bnb = pytest.importorskip("bitsandbytes")
-pytest.importorskip("torchao")
 
 STEPS = 4
 BASES: tuple[quantized.Quantization, ...] = ("nf4-double", "nf4", "fp4", "torchao-int8", "int8", "fp8")

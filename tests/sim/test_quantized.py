@@ -18,7 +18,6 @@ from outsize.profile.counted import counted_trace
 from outsize.runtime.engine import Engine
 
 pytest.importorskip("bitsandbytes")
-pytest.importorskip("torchao")
 
 STEPS = 2
 NUM_BUDGETS = 6

@@ -4,6 +4,7 @@ Imports neither torch nor transformers, so that `outsize --help` is fast.
 """
 
 import sys
+from logging import ERROR, getLogger
 from typing import Annotated, Any
 
 import typer
@@ -25,6 +26,8 @@ from outsize.cli.train import train
 
 class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
+        # When transformers or PEFT imports bitsandbytes, it advises about kernels that training does not use.
+        getLogger("bitsandbytes").setLevel(ERROR)
         try:
             return super().invoke(ctx)
         except OutsizeError as error:

@@ -20,7 +20,6 @@ from outsize.model.parts import (
 )
 
 bnb = pytest.importorskip("bitsandbytes")
-pytest.importorskip("torchao")
 
 
 def linear4bit(**how: Any) -> nn.Module:
@@ -75,10 +74,9 @@ def test_an_8_bit_weight_has_its_scales_before_and_after_the_first_forward() -> 
 
 
 def test_a_weight_of_several_tensors_is_its_inner_tensors() -> None:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
+    torchao = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(64, 96, bias=False)).to(torch.bfloat16).requires_grad_(False)
-    quantize_(model, Int8WeightOnlyConfig())
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     assert facts(model)[:2] == [
         ("0.weight.qdata", (96, 64), "int8", 96 * 64),
         ("0.weight.scale", (96, 1), "float32", 0),
