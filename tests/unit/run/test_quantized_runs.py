@@ -13,7 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outsize.base.errors import ModelUnsupported
+from outsize.base.errors import ConfigError, ModelUnsupported
 from outsize.config.read import read_config
 from outsize.run.train import train_run
 
@@ -88,3 +88,26 @@ def test_a_quantized_folder_without_an_adapter_is_refused(tmp_path: Path) -> Non
         ModelUnsupported, match="quantized with bitsandbytes, and only adapters can be trained on these"
     ):
         train(yaml, "cpu", tmp_path / "out")
+
+
+def test_an_adapter_resumes_on_a_copy_of_its_base_and_on_no_other(tmp_path: Path) -> None:
+    yaml = folders.write_run(tmp_path, **{**LORA, "adapter": "qlora", "load_in_4bit": True, "save_steps": 1})
+    train(yaml, "cpu", tmp_path / "out")
+    (tmp_path / "model").rename(tmp_path / "moved")
+
+    def resume(*keys: str) -> None:
+        given = [f"resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-1'}", f"base_model={tmp_path / 'moved'}"]
+        to = f"output_dir={tmp_path / 'resumed'}"
+        train_run(read_config(yaml, [*given, to, "device=cpu", *keys]), Console(file=io.StringIO()))
+
+    resume()
+    whole, resumed = adapter_in(tmp_path / "out"), adapter_in(tmp_path / "resumed")
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    with pytest.raises(ConfigError, match="bnb_4bit_quant_type was nf4 and is fp4"):
+        resume("bnb_4bit_quant_type=fp4")
+    path = tmp_path / "moved" / "model.safetensors"
+    state = load_file(path)
+    state["model.norm.weight"][0] += 1
+    save_file(state, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"used another model than .*moved \(it was .*model\)\. Name that model"):
+        resume()
