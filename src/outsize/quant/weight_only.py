@@ -77,6 +77,9 @@ class Fp8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return weight_only_linear(x, self.weight, self.weight_scale_inv, self.bias, self._dequantize)
 
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return self._dequantize(self.weight, self.weight_scale_inv, dtype)
+
     def _dequantize(self, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         (rows, columns), (height, width) = weight.shape, self.block
         # One scale per row and block of columns, which is little: expanded over columns, they would be a second weight.
