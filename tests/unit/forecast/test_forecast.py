@@ -119,6 +119,22 @@ def test_a_fake_trace_of_a_quantized_base_equals_a_real_one_to_the_byte(
     assert sum(param.nbytes for param in frozen) < 1.5 * num_weights  # embedding and head stay bf16
 
 
+@pytest.mark.full
+def test_a_folder_that_bitsandbytes_has_quantized_is_planned_as_it_is() -> None:
+    pytest.importorskip("bitsandbytes")
+    from peft import LoraConfig
+
+    settings: Any = dict(sequence_len=TOKENS, hardware="64MiB", peft_config=LoraConfig(r=2, target_modules=["q_proj"]))
+    given = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    stored = config_of("llama-untied")
+    stored.quantization_config = {"quant_method": "bitsandbytes", "bnb_4bit_compute_dtype": "bfloat16", **given}
+    asked = plan(config_of("llama-untied"), quantization=Quantization(load_in_4bit=True), **settings)
+    found = plan(stored, **settings)
+    assert found.graph == asked.graph and found.is_quantized
+    assert found.plan == asked.plan
+    assert found.weight_bytes < plan(config_of("llama-untied"), **settings).weight_bytes
+
+
 def test_weights_are_quantized_below_an_adapter_only() -> None:
     with pytest.raises(ConfigError, match="load_in_8bit: only adapters are trained over quantized weights"):
         plan(config_of("llama"), quantization=Quantization(load_in_8bit=True))
