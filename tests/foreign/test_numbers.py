@@ -19,7 +19,7 @@ from unit.model.test_weights import emptied
 import outsize
 from outsize.base.errors import BadFile, ConfigError, ModelUnsupported, PlanInfeasible
 from outsize.checkpoint.model_files import SINGLE
-from outsize.forecast.fake_trace import config_of
+from outsize.forecast.forecast import plan
 from outsize.model.build import build_model, load_config
 from outsize.model.quantized import READ
 from outsize.model.weights import is_unmaterialized
@@ -319,7 +319,8 @@ def test_extra_tensors_that_only_look_like_scales_are_passed_over_as_before(tmp_
 def test_a_quantized_model_can_be_planned_for_as_the_unquantized_one_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert config_of(folder_of(tmp_path, quantization_config=FP8)).hidden_size == zoo.HIDDEN
+    folder = folder_of(tmp_path, quantization_config=FP8)
+    assert plan(folder, sequence_len=8, hardware="64MiB", host_memory="1GiB").plan.inputs["input_ids"] == (1, 8)
     assert [
         r.getMessage()
         for r in caplog.records

@@ -9,10 +9,11 @@ from dataclasses import replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from outsize.base.errors import OutsizeError
+from outsize.base.errors import OutsizeError, PlanInfeasible
+from outsize.base.units import show_bytes, show_seconds
 from outsize.planner.explain import what_if
 from outsize.planner.faster import Change, more_passes, same_batch
-from outsize.schedule.render import lane_shares
+from outsize.schedule.render import busiest_lane, lane_shares
 
 if TYPE_CHECKING:
     from outsize.forecast.forecast import Forecast, ForecastRequest
@@ -51,6 +52,27 @@ def advice(model: str, request: "ForecastRequest", made: "Forecast", filled: flo
             "sample_packing fills them",
         )
     return "\n".join(line for line in lines if line)
+
+
+def saved_by_4bit(model: str, request: "ForecastRequest", made: "Forecast") -> str:
+    """What a 4-bit base would save of a plan for an adapter over an unquantized one."""
+    from outsize.forecast.forecast import forecast
+    from outsize.quant.settings import Quantization
+
+    if request.adapter is None or made.is_quantized:
+        return ""
+    try:
+        found = forecast(model, replace(request, quantization=Quantization(load_in_4bit=True), pins=None))
+    except PlanInfeasible:
+        return "4-bit     does not fit"
+    except OutsizeError as error:
+        return f"4-bit     {error}"
+    was, seconds = made.plan.estimate.step_seconds, found.plan.estimate.step_seconds
+    change = f"{abs(1 - seconds / was):.0%} {'less' if seconds < was else 'more'}"
+    return (
+        f"4-bit     weights {show_bytes(found.weight_bytes)} instead of {show_bytes(made.weight_bytes)}; "
+        f"{show_seconds(seconds)} ({change}; {busiest_lane(found.plan)})"
+    )
 
 
 def _larger_micro_batch(model: str, request: "ForecastRequest", found: "Forecast") -> list[Change]:

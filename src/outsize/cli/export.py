@@ -21,6 +21,9 @@ def export(
     source: Annotated[Path, typer.Argument(help="A checkpoint, or the output_dir of a run.", metavar="FROM")],
     target: Annotated[Path, typer.Argument(help="The folder to write; empty or not there yet.", metavar="TO")],
     merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base.")] = False,
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", help="With --merge: use the rounded weights of its quantized base.")
+    ] = False,
     base: Annotated[
         str | None, typer.Option(help="The adapter's base, if it has moved.", show_default="where the adapter says")
     ] = None,
@@ -31,7 +34,7 @@ def export(
     from outsize.run.quiet import quiet
 
     quiet()
-    export_folder(source, target, merge=merge, base=base)
+    export_folder(source, target, merge=merge, base=base, dequantized=dequantize)
     is_adapter = (target / "adapter_config.json").exists()
     print(f"saved {target}: {'a PEFT adapter' if is_adapter else 'a plain Hugging Face model'}, for from_pretrained")
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 DEFAULT_FREE_SHARE = 0.25
 """Of the directions, that OSFT trains."""
 DEFAULT_LORA_R = 16
+RUN_FILES = (".yaml", ".yml")
 OBJECTS_PER_COLLECTION = 100_000
 """Python's default, 700, makes the command a tenth slower: it imports and traces for seconds."""
 
@@ -41,6 +42,8 @@ outsize plan meta-llama/Llama-3.1-8B --gpu-memory 16GiB --host-memory 64GiB
 outsize plan ~/models/llama-8b --hardware rtx3090,rtx4090,h100     [dim]side by side[/dim]
 
 outsize plan ~/models/llama-8b --adapter lora --lora-r 16
+
+outsize plan ~/models/llama-70b --adapter lora --load-in-4bit     [dim]QLoRA[/dim]
 
 outsize plan ~/models/llama-8b --adapter osft --osft-unfreeze-rank-ratio 0.25
 
@@ -114,6 +117,12 @@ def plan(
     lora_target_modules: Annotated[
         str | None, typer.Option(help="Modules with an adapter, separated by commas.", show_default="all linear layers")
     ] = None,
+    load_in_4bit: Annotated[
+        bool, typer.Option("--load-in-4bit", help="Quantize the base below an adapter to 4 bits (NF4, double).")
+    ] = False,
+    load_in_8bit: Annotated[
+        bool, typer.Option("--load-in-8bit", help="Quantize the base below an adapter to 8 bits.")
+    ] = False,
     osft_unfreeze_rank_ratio: Annotated[
         float | None, typer.Option(help="Share of the directions that OSFT trains.", show_default="0.25")
     ] = None,
@@ -165,6 +174,11 @@ def plan(
     require_one_of(("lora", "osft"), adapter or "lora", "--adapter")
     if adapter != "lora" and (lora_r or lora_target_modules):
         raise ConfigError("--lora-r and --lora-target-modules have no effect without --adapter lora. Add it.")
+    is_quantized = load_in_4bit or load_in_8bit
+    if is_quantized and adapter != "lora" and Path(model).suffix not in RUN_FILES:
+        raise ConfigError(
+            "--load-in-4bit and --load-in-8bit: only LoRA is trained over quantized weights. Add --adapter lora."
+        )
     if adapter != "osft" and osft_unfreeze_rank_ratio is not None:
         raise ConfigError("--osft-unfreeze-rank-ratio has no effect without --adapter osft. Add it.")
     # What a run file says itself, by option.
@@ -174,6 +188,8 @@ def plan(
         "--batch-size": batch_size,
         "--accumulate": accumulate,
         "--adapter": adapter,
+        "--load-in-4bit": load_in_4bit or None,
+        "--load-in-8bit": load_in_8bit or None,
         "--dtype": dtype,
         "--update": update,
         "--images": images,
@@ -183,7 +199,7 @@ def plan(
     notes: list[str] = []
     filled = 1.0
     memory = _given(gpu_memory=gpu_memory, host_memory=host_memory)
-    is_run_file = Path(model).suffix in (".yaml", ".yml")
+    is_run_file = Path(model).suffix in RUN_FILES
     if is_run_file:
         if beside := [option for option, value in settings.items() if value is not None]:
             raise ConfigError(f"{', '.join(beside)}: {model} is a run file, which says it. Use --set key=value.")
@@ -227,9 +243,11 @@ def plan(
             first = replace(first, method=OSFT(unfreeze_rank_ratio=ratio))
         if adapter == "lora":
             from outsize.model.adapter import lora
+            from outsize.quant.settings import Quantization
 
             targets = lora_target_modules.replace(" ", "").split(",") if lora_target_modules else "all-linear"
-            first = replace(first, adapter=lora(r=lora_r or DEFAULT_LORA_R, target_modules=targets))
+            base = Quantization(load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit) if is_quantized else None
+            first = replace(first, adapter=lora(r=lora_r or DEFAULT_LORA_R, target_modules=targets), quantization=base)
     for note in notes:
         print(f"note: {note}")
     if names and len(names) > 1:
@@ -242,7 +260,11 @@ def plan(
     print("`outsize plan --legend` explains these lines.\n")
     print(made.machine_text())
     if why:
+        from outsize.cli.advice import saved_by_4bit
+
         print(f"\n{made.explain()}")
+        if line := saved_by_4bit(model, first, made):
+            print(line)
     else:
         from outsize.cli.advice import advice
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,13 @@ from outsize.model.adapter import Adapter, add_adapter
 from outsize.model.build import load_config, trainable_class
 from outsize.model.discover import find_layers
 from outsize.model.graph import BlockGraph
-from outsize.model.quantized import quantization_of
+from outsize.model.weights import is_unmaterialized
+from outsize.profile.counted import shape_of
 from outsize.profile.fake_weights import FakeWeights
 from outsize.profile.trace import ModelTrace
 from outsize.profile.tracer import Tracer
+from outsize.quant.replace import quantized_layers
+from outsize.quant.settings import Quantization
 
 _DATA_DEPENDENT = (
     fake_tensor.DataDependentOutputException,
@@ -54,10 +57,7 @@ def config_of(model: Any) -> Any:
             f"model must be a path, a hub id or a transformers config, not a {type(model).__name__}. For a model "
             "object use outsize.prepare, or pass its config."
         )
-    config = load_config(model, may_be_quantized=True)
-    if (method := quantization_of(config.to_dict())) is not None:
-        log.warning("%s: its weights are quantized with %s. The plan is for the unquantized model.", model, method)
-    return config
+    return load_config(model, may_be_quantized=True)
 
 
 def fake_trace(
@@ -71,6 +71,7 @@ def fake_trace(
     tile_tokens: int = 0,
     images: Images | None = None,
     adapter: Adapter | None = None,
+    quantization: Quantization | None = None,
     batch: dict[str, Tensor] | None = None,
     bind: Callable[[nn.Module], None] = lambda model: None,
 ) -> tuple[BlockGraph, ModelTrace, ChosenLoss]:
@@ -87,7 +88,7 @@ def fake_trace(
     torch_log.disabled, was = True, torch_log.disabled  # torch logs a traceback of the errors that it raises
     try:
         with torch.random.fork_rng(devices=[]), FakeWeights():
-            built = cache(lambda: _without_values(kind, config, dtype, adapter).train())
+            built = cache(lambda: _without_values(kind, config, dtype, adapter, quantization).train())
             if batch is None:
                 images = images or Images()
                 batch, text = example_batch(kind, config, rows=rows, tokens=tokens, images=images, model=built)
@@ -138,7 +139,9 @@ def _is_ours(error: Exception) -> bool:
     return Path(frame.f_code.co_filename).is_relative_to(_PACKAGE)
 
 
-def _without_values(kind: Any, config: Any, dtype: torch.dtype, adapter: Adapter | None) -> nn.Module:
+def _without_values(
+    kind: Any, config: Any, dtype: torch.dtype, adapter: Adapter | None, quantization: Quantization | None
+) -> nn.Module:
     """The model without initialization: some initializers read their random values, which fake tensors do not have."""
     try:
         with compat.transformers().no_init_weights():
@@ -149,7 +152,18 @@ def _without_values(kind: Any, config: Any, dtype: torch.dtype, adapter: Adapter
             "the config, or install what is missing."
         ) from error
     model.tie_weights()  # part of the initialization in transformers
+    if quantization is not None:
+        _quantize(model, quantization)
     return model if adapter is None else _adapted(model, adapter, dtype)
+
+
+def _quantize(model: nn.Module, quantization: Quantization) -> None:
+    with fake_tensor.unset_fake_temporarily():
+        layers = quantized_layers(model, quantization)
+    for layer in layers:
+        for name, param in layer._parameters.items():
+            if param is not None and is_unmaterialized(param):
+                layer._parameters[name] = cast(nn.Parameter, shape_of(param))
 
 
 def _adapted(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> nn.Module:

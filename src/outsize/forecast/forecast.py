@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.base.errors import ConfigError
+from outsize.base.log import log
 from outsize.base.units import exact_bytes, is_count, parse_bytes, show_bytes
 from outsize.device.rng import host_rng_untouched
 from outsize.forecast.example import Images
@@ -28,12 +29,14 @@ from outsize.layout.coordinates import Coordinates
 from outsize.model.adapter import Adapter
 from outsize.model.build import overridden
 from outsize.model.graph import BlockGraph
+from outsize.model.quantized import quantization_of, quantization_section
 from outsize.model.strategies import TILE_TOKENS
 from outsize.optim.method import MethodSpec
 from outsize.optim.names import default_spec
 from outsize.optim.spec import OptimizerSpec
 from outsize.planner.explain import Explanation, Problem, explain, what_if
 from outsize.profile.trace import added_in_place
+from outsize.quant.settings import Quantization, stored_quantization
 from outsize.report.page import write_page
 from outsize.report.step import describe, placement_of, step_of
 from outsize.report.trace import write_trace
@@ -60,6 +63,8 @@ class ForecastRequest(PlanRequest):
     image_size: int = 1024
     adapter: Adapter | None = None
     """None: all weights are trained."""
+    quantization: Quantization | None = None
+    """Of the linear layers below the adapter."""
     config_overrides: dict[str, Any] | None = None
     """Values of the model's config that replace the saved ones."""
     rope_parameters: dict[str, Any] | None = None
@@ -80,6 +85,11 @@ class ForecastRequest(PlanRequest):
             raise ConfigError(
                 f"{'; '.join(wrong)}. {', '.join(counts)} are whole numbers from 1, and dtype is bfloat16 or float32."
             )
+        if self.quantization is not None and self.adapter is None:
+            name = "load_in_4bit" if self.quantization.load_in_4bit else "load_in_8bit"
+            raise ConfigError(
+                f"{name}: only adapters are trained over quantized weights. Add adapter lora, or remove {name}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +109,15 @@ class Forecast:
     def tokens_per_second(self) -> float:
         rows, tokens = self.plan.inputs["input_ids"]
         return rows * tokens * self.plan.step_config.accumulate / self.plan.estimate.step_seconds
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(param.nbytes for param in self.graph.params)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a base is quantized: its scales stand for no weights."""
+        return any(param.stands_for is not None for param in self.graph.params)
 
     def explain(self) -> Explanation:
         """Why this plan, and what another machine would gain. Takes seconds."""
@@ -159,6 +178,7 @@ def plan(
     images: int | None = None,
     image_size: int = 1024,
     peft_config: Any = None,
+    quantization: Quantization | None = None,
 ) -> Forecast:
     """Plan the training of a model on a machine. Neither needs to be present.
 
@@ -183,6 +203,7 @@ def plan(
         image_size: height and width of an image in pixels, if the model takes any size.
         peft_config: a config of PEFT, such as `peft.LoraConfig(r=16, target_modules="all-linear")`: the adapter is
             trained, in the model's dtype, with fused layers (`outsize.fuse_lora`).
+        quantization: of the linear layers below the adapter, an `outsize.quant.settings.Quantization`.
 
     Raises:
         PlanInfeasible: with the smallest memory that would be enough.
@@ -206,6 +227,7 @@ def plan(
         images=images,
         image_size=image_size,
         adapter=None if peft_config is None else Adapter(peft_config=peft_config),
+        quantization=quantization,
     )
     return forecast(model, request)
 
@@ -228,6 +250,13 @@ class _OfflinePlanner:
         self._config = overridden(config_of(model), request.config_overrides, request.rope_parameters)
         if request.attn_implementation is not None:
             self._config._attn_implementation = request.attn_implementation
+        self._quantization = request.quantization
+        section = quantization_section(self._config.to_dict())
+        if section is not None and request.adapter is not None:
+            self._quantization = stored_quantization(section) or self._quantization
+        if section is not None and self._quantization is None:
+            method = quantization_of(self._config.to_dict())
+            log.warning("%s: its weights are quantized with %s. The plan is for the unquantized model.", model, method)
         self._images = Images(per_row=request.images, pixels=request.image_size)
         self._coordinates: dict[str, Coordinates] = {}
 
@@ -251,6 +280,7 @@ class _OfflinePlanner:
             tile_tokens=request.tile_tokens,
             images=self._images,
             adapter=request.adapter,
+            quantization=self._quantization,
             batch=request.batch_of(rows) if request.batch_of is not None else None,
             bind=self._bind,
         )

@@ -63,7 +63,7 @@ def build_model(
     config = overridden(config, overrides, rope_parameters)
     section = quantization_section(config.to_dict())
     if section is not None:
-        _drop_quantization(config)
+        without_quantization(config)
     kind = (_class_of_folder(config, path) if trust_remote_code else None) or trainable_class(config)
     settings = {"dtype": dtype, **({"attn_implementation": attn_implementation} if attn_implementation else {})}
     with nullcontext() if random else init_empty_weights(include_buffers=False):
@@ -108,11 +108,12 @@ def build_model(
     return Built(unmaterialize(model), source)
 
 
-def _drop_quantization(config: Any) -> None:
-    """The layers are made as of the unquantized model first."""
+def without_quantization(config: Any) -> Any:
+    """The same config, changed: layers are made as of the unquantized model first."""
     for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if hasattr(each, "quantization_config"):
             del each.quantization_config
+    return config
 
 
 def overridden(

@@ -153,12 +153,21 @@ def describe(module: nn.Module) -> list[Any]:
         for name, part in named_parts(module, remove_duplicate=False)
     ]
     for name, param in module.named_parameters(remove_duplicate=False):
-        if type(param) is not nn.Parameter and not isinstance(param, fake_tensor.FakeTensor):
+        if (kind := _class_of(param)) is not nn.Parameter:
             state = quant_state_of(param)
             kept = {} if state is None else vars(state)
             plain = [f"{k}={v}" for k, v in kept.items() if isinstance(v, (bool, int, str, tuple, torch.dtype))]
-            facts.append([name, type(param).__qualname__, *plain])
+            facts.append([name, kind.__qualname__, *plain])
     return facts
+
+
+SHAPE_OF = "_outsize_shape_of"
+"""The attribute of a fake tensor that has the class of the parameter whose place it takes."""
+
+
+def _class_of(param: nn.Parameter) -> type:
+    plain = nn.Parameter if isinstance(param, fake_tensor.FakeTensor) else type(param)
+    return getattr(param, SHAPE_OF, plain)
 
 
 class LookupTable(NamedTuple):

@@ -19,7 +19,7 @@ from outsize.device.device import Device
 from outsize.device.sdp_kernel import kernels_on_shapes
 from outsize.device.sim import AbsentDevice
 from outsize.model.discover import Layer
-from outsize.model.parts import quant_state_of, rewrapped
+from outsize.model.parts import SHAPE_OF, quant_state_of, rewrapped
 from outsize.model.tensors import map_tensors
 from outsize.model.weights import is_unmaterialized
 from outsize.profile.calling import Loss, batch_shapes
@@ -61,7 +61,7 @@ def _without_values(model: nn.Module) -> Iterator[Any]:
         if id(tensor) in on_cpu or _is_known(tensor):
             return on_cpu.get(id(tensor), tensor)
         if id(tensor) not in fakes:
-            fakes[id(tensor)] = _shape_of(tensor)
+            fakes[id(tensor)] = shape_of(tensor)
         return fakes[id(tensor)]
 
     with FakeWeights():
@@ -84,22 +84,25 @@ def _state_of_shapes(state: Any) -> Any:
     made = copy.copy(state)
     for name, value in vars(state).items():
         if isinstance(value, Tensor):
-            setattr(made, name, _shape_of(value))
+            setattr(made, name, shape_of(value))
         elif hasattr(value, "absmax"):
             setattr(made, name, _state_of_shapes(value))
     return made
 
 
-def _shape_of(tensor: Tensor) -> Tensor:
+def shape_of(tensor: Tensor) -> Tensor:
     """A tensor of the same shape without memory. Made in fake mode."""
     if is_traceable_wrapper_subclass(tensor):
-        return nn.Parameter(rewrapped(tensor, _shape_of), requires_grad=False)
+        return nn.Parameter(rewrapped(tensor, shape_of), requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         values = torch.empty(tensor.shape, dtype=tensor.dtype)
         if not is_unmaterialized(tensor) and not tensor.is_contiguous():
             values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         made = nn.Parameter(values, requires_grad=tensor.requires_grad)
+        setattr(made, SHAPE_OF, type(tensor))
         if (state := quant_state_of(tensor)) is not None:
             vars(made).update(vars(tensor) | {"quant_state": _state_of_shapes(state)})
+        elif isinstance(scale := getattr(tensor, "SCB", None), Tensor):
+            vars(made).update(vars(tensor) | {"SCB": shape_of(scale)})
         return made
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).requires_grad_(tensor.requires_grad)

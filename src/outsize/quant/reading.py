@@ -11,14 +11,7 @@ from outsize.base.errors import BadFile, ModelUnsupported
 from outsize.model.parts import named_parts
 from outsize.model.weights import Weights, is_unmaterialized, require_finite
 from outsize.quant.four_bit import quantize_4bit
-from outsize.quant.replace import (
-    config_section,
-    is_transposed,
-    mark_quantized,
-    quantizable,
-    quantized_layer,
-    replace_layers,
-)
+from outsize.quant.replace import is_transposed, quantizable, quantized_layers
 from outsize.quant.settings import Quantization
 
 _PIECE = 2**18
@@ -133,7 +126,6 @@ def quantize(model: nn.Module, weights: Weights, quantization: Quantization) -> 
     layers: dict[str, Any] = {
         path: model.get_submodule(path) for path in quantizable(model, quantization.llm_int8_skip_modules)
     }
-    settings = config_section(model, quantization)
     names = {id(param): name for name, param in model.named_parameters()}
     quantized = {
         f"{path}.weight": Unquantized(
@@ -145,9 +137,7 @@ def quantize(model: nn.Module, weights: Weights, quantization: Quantization) -> 
     for name, each in quantized.items():
         if (other := first_of.setdefault(each.name, name)) != name:
             raise ModelUnsupported(f"{name} is the same weight as {other}. Name both in llm_int8_skip_modules.")
-    make = quantized_layer(quantization, next(iter(quantized.values())).dtype)
-    replace_layers(model, {path: make(layer) for path, layer in layers.items()})
-    mark_quantized(model, settings)
+    quantized_layers(model, quantization)
     return QuantizingWeights(weights, quantized, quantization)
 
 

@@ -61,6 +61,19 @@ def quantized_layer(quantization: Quantization, dtype: torch.dtype) -> Callable[
     return make
 
 
+def quantized_layers(model: nn.Module, quantization: Quantization) -> list[nn.Module]:
+    """Replace the linear layers of a model by quantized ones with unmaterialized weights, and return these."""
+    settings = config_section(model, quantization)
+    layers: dict[str, Any] = {
+        path: model.get_submodule(path) for path in quantizable(model, quantization.llm_int8_skip_modules)
+    }
+    make = quantized_layer(quantization, next(iter(layers.values())).weight.dtype)
+    made = {path: make(layer) for path, layer in layers.items()}
+    replace_layers(model, made)
+    mark_quantized(model, settings)
+    return list(made.values())
+
+
 def replace_layers(model: nn.Module, made: Mapping[str, nn.Module]) -> None:
     """`made`: by path. A layer that the model has under several paths is replaced under all of them."""
     paths: dict[int, list[str]] = {}

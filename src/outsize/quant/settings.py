@@ -1,7 +1,8 @@
 """How a model's linear layers are quantized."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from outsize.base.errors import ConfigError
 
@@ -35,3 +36,18 @@ class Quantization:
                 f"bnb_4bit_compute_dtype: {self.bnb_4bit_compute_dtype!r} is not a dtype of matrix products. Use "
                 f"{', '.join(COMPUTE_DTYPES)}, or remove it."
             )
+
+
+def stored_quantization(section: Mapping[str, Any]) -> Quantization | None:
+    """The quantization of a folder by bitsandbytes; None: by another method. `section`: its `quantization_config`."""
+    in_4bit, in_8bit = bool(section.get("load_in_4bit")), bool(section.get("load_in_8bit"))
+    if in_4bit == in_8bit:
+        return None
+    return Quantization(
+        load_in_4bit=in_4bit,
+        load_in_8bit=in_8bit,
+        bnb_4bit_quant_type=section.get("bnb_4bit_quant_type", "fp4"),
+        bnb_4bit_use_double_quant=bool(section.get("bnb_4bit_use_double_quant")),
+        bnb_4bit_compute_dtype=section.get("bnb_4bit_compute_dtype") if in_4bit else None,
+        llm_int8_skip_modules=tuple(section.get("llm_int8_skip_modules") or ()),
+    )

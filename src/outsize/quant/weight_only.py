@@ -45,7 +45,8 @@ def weight_only_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | 
 
 def dequantize_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """int8 weights, whose rows have one scale: the absolute value that 127 stands for."""
-    return weight.to(dtype).mul_((scale * (1 / 127)).unsqueeze(1))
+    # Not `weight.to`, which bitsandbytes' weights have replaced: theirs makes a weight of the result.
+    return Tensor.to(weight, dtype).mul_((scale * (1 / 127)).unsqueeze(1))
 
 
 class WeightOnly(nn.Module):

@@ -44,6 +44,7 @@ from outsize.run.inputs import load_inputs
 from outsize.run.model_card import adapter_card
 from outsize.run.plan_batch import batches_to_plan_for, collator_of
 from outsize.run.resume_fingerprint import (
+    base_record,
     newest_of_run,
     require_resumable,
     require_same_data,
@@ -125,6 +126,7 @@ def assemble(config: RunConfig, batches: DistillBatches | None = None) -> Assemb
     tokenizer, pad_id, train, evaluated = inputs.tokenizer, inputs.pad_id, inputs.train, inputs.evaluated
     if checkpoint is not None:
         require_same_data(checkpoint, config, inputs.fingerprints)
+    base = base_record(config, checkpoint)
     set_seed(config.seed)
     built = _build(config, checkpoint)
     require_language_model(built.model)
@@ -195,7 +197,7 @@ def assemble(config: RunConfig, batches: DistillBatches | None = None) -> Assemb
         found = {name: getattr(adapted.peft_config["default"], name) for name in ("r", "lora_alpha", "lora_dropout")}
         trainer.card = adapter_card(config, found, type(adapted.get_base_model()).__name__, trainer.processing_class)
     trainer.prompts, trainer.changed = tuple(inputs.prompts), tuple(changed)
-    trainer.fingerprint = resume_fingerprint(config, inputs.fingerprints, threads, checkpoint)
+    trainer.fingerprint = resume_fingerprint(config, inputs.fingerprints, threads, checkpoint, base)
     return Assembled(
         trainer=trainer,
         tokenizer=tokenizer,

@@ -21,7 +21,7 @@ _MOST_FILES = 4096
 """Files whose hashes are kept; the oldest are dropped."""
 
 
-def teacher_hash(folder: Path) -> str:
+def model_hash(folder: Path) -> str:
     """Of the config and the weight files. A file is read again only if its size or time has changed."""
     names = {"config.json": folder / "config.json", **{path.name: path for path in weight_files(folder)}}
     known = _known()
@@ -64,7 +64,7 @@ def _remember(known: dict[str, Any]) -> None:
     try:
         write_whole(folder / _FILE, json.dumps(dict(list(known.items())[-_MOST_FILES:]), indent=1))
     except OSError as error:
-        log.warning("%s cannot be written (%s): the teacher's files are read again next time", folder, error.strerror)
+        log.warning("%s cannot be written (%s): the model's files are read again next time", folder, error.strerror)
 
 
 def rows_hash(rows: Rows | PackedRows) -> str:

@@ -9,13 +9,16 @@ from outsize.base.errors import ConfigError
 from outsize.checkpoint.folder import StagedDir, os_errors_as_save_failed
 from outsize.checkpoint.model_files import is_weight_file
 from outsize.run.compat_checks import first_line
-from outsize.run.result_folder import OURS, base_of, load_adapted, require_folder
+from outsize.run.result_folder import OURS, BaseForm, base_of, load_adapted, require_folder
 
 
-def export_folder(source: Path, target: Path, *, merge: bool = False, base: str | None = None) -> None:
+def export_folder(
+    source: Path, target: Path, *, merge: bool = False, base: str | None = None, dequantized: bool = False
+) -> None:
     """Export `source`, a checkpoint or the output folder of a run.
 
     `merge`: merge the adapter into its base and write a whole model. `base`: the adapter's base, if it has moved.
+    `dequantized`: merge into the values of its quantized weights, not into the weights that were quantized.
     """
     is_adapter = require_folder(source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -23,6 +26,8 @@ def export_folder(source: Path, target: Path, *, merge: bool = False, base: str 
         raise ConfigError(f"{target}: {found}. Remove it, or name another folder.")
     if merge and not is_adapter:
         raise ConfigError(f"--merge: {source} has no adapter (adapter_config.json). Remove --merge.")
+    if dequantized and not merge:
+        raise ConfigError("--dequantize has no effect without --merge. Add it.")
     draft = StagedDir.into(target)
     try:
         with os_errors_as_save_failed(target):
@@ -32,7 +37,7 @@ def export_folder(source: Path, target: Path, *, merge: bool = False, base: str 
                 if path.is_file() and path.name not in OURS and not path.name.startswith(".")
             ]
             if merge:
-                _merge(source, draft.path, base_of(source, base))
+                _merge(source, draft.path, base_of(source, base), "dequantized" if dequantized else "unquantized")
                 names = [name for name in names if not name.startswith("adapter_") and name != "README.md"]
             for name in names:
                 shutil.copyfile(source / name, draft.path / name)
@@ -42,9 +47,9 @@ def export_folder(source: Path, target: Path, *, merge: bool = False, base: str 
         raise
 
 
-def _merge(adapter: Path, into: Path, base: str) -> None:
+def _merge(adapter: Path, into: Path, base: str, form: BaseForm) -> None:
     """Merge with PEFT, in host memory."""
-    model = load_adapted(adapter, base, fp32=True)
+    model = load_adapted(adapter, base, fp32=True, form=form)
     try:
         with torch.no_grad():
             merged = model.merge_and_unload(safe_merge=True)

@@ -57,11 +57,6 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
     machine = hardware or _machine_of(config)
     if machine is None:
         notes.append(f"planned for {DEFAULT_HARDWARE}, because this machine has no GPU; --hardware names another")
-    if config.quantization is not None:
-        notes.append(
-            "planned for the unquantized base, which takes more memory and transfers; `outsize train --dry-run` plans "
-            "for the quantized one"
-        )
     if config.plan_file is not None:
         notes.append("plan: the plan file is not used here; `outsize train --dry-run` shows it")
     arguments = training_arguments(replace(config, rl=None), on_gpu=False)  # without TRL, which may not be installed
@@ -87,6 +82,7 @@ def plan_request(config: RunConfig, hardware: str | None) -> RunRequest:
         chunked_loss=config.chunked_loss,
         tile_tokens=config.tile_tokens,
         adapter=adapter_of(config) if config.adapter == "lora" else None,
+        quantization=config.quantization,
         method=method_of(config),
         config_overrides=config.overrides_of_model_config,
         rope_parameters=config.rope_parameters,

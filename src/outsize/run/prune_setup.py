@@ -32,7 +32,7 @@ from outsize.run.compat_checks import (
     with_installed_attention,
     with_packed_attention,
 )
-from outsize.run.content_hash import rows_hash, teacher_hash
+from outsize.run.content_hash import model_hash, rows_hash
 from outsize.run.inputs import BatchOrder, data_seed, load_inputs, token_lengths
 from outsize.run.model_code import model_code
 from outsize.run.plan_batch import batches_to_plan_for, collator_of
@@ -165,7 +165,7 @@ def set_up(config: RunConfig) -> PruneSetup:
     num_batches = order.num_batches(lengths, prune.tokens, multiple=split.passes)
     spec = prune_spec(
         config,
-        teacher=teacher_hash(local_folder(config.base_model)),
+        teacher=model_hash(local_folder(config.base_model)),
         data=rows_hash(inputs.train),
         validation_data=None if inputs.evaluated is None else rows_hash(inputs.evaluated),
         order=order,

@@ -3,8 +3,9 @@ chat` read them.
 """
 
 import json
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -14,9 +15,17 @@ from outsize.base.units import show_bytes
 from outsize.checkpoint.folder import MANIFEST, NAME_ONE, is_staged, read_manifest, require_exists
 from outsize.hardware.host import free_host_bytes
 from outsize.integrations.plain import NOTE, OPTIMIZER, SCHEDULER
-from outsize.model.build import load_config, trainable_class
+from outsize.model.build import build_model, load_config, local_folder, trainable_class, without_quantization
+from outsize.model.quantized import quantization_of
+from outsize.quant.dequantize import dequantize
+from outsize.quant.settings import Quantization
+from outsize.run.adapters import materialize
 from outsize.run.compat_checks import first_line
 
+BaseForm = Literal["as trained", "unquantized", "dequantized"]
+"""What an adapter is put on: the base it was trained on; the base without the quantization of the run; the values that
+the quantized weights stand for.
+"""
 OURS = {
     MANIFEST, "state.safetensors", "rng.json", "rng.safetensors", "scheduler.json", "trainer_state.json", "run.json",
     "training_args.json", OPTIMIZER, SCHEDULER, NOTE,
@@ -55,20 +64,20 @@ def base_of(folder: Path, given: str | None = None) -> str:
     if not base:
         raise ConfigError(f"{path}: does not name the adapter's base. Name it with --base.")
     try:
-        load_config(base)
+        load_config(base, for_adapter=True)
     except OutsizeError as error:
         reason = str(error).partition(". ")[0]
         raise ConfigError(f"{folder}: the adapter's base cannot be loaded ({reason}). {_NAME_BASE}") from None
     return str(base)
 
 
-def load_adapted(folder: Path, base: str, *, fp32: bool = False) -> Any:
+def load_adapted(folder: Path, base: str, *, fp32: bool = False, form: BaseForm = "as trained") -> Any:
     """A PEFT model in host memory: the adapter on its base. `fp32`: PEFT's default, which casts bf16 adapters."""
     try:
         from peft import PeftModel
     except ImportError:
         raise ConfigError(f"{folder}: an adapter needs peft, which is not installed. Run: pip install peft") from None
-    model = _load(load_config(base), base, ConfigError, _NAME_BASE)
+    model = _load_base(folder, base, form)
     try:
         return PeftModel.from_pretrained(model, str(folder), torch_device="cpu", autocast_adapter_dtype=fp32)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -76,6 +85,45 @@ def load_adapted(folder: Path, base: str, *, fp32: bool = False) -> Any:
             f"{base}: the adapter does not fit this model ({first_line(error)}). Name the model it was trained on with "
             "--base."
         ) from None
+
+
+def _load_base(folder: Path, base: str, form: BaseForm) -> torch.nn.Module:
+    config = load_config(base, for_adapter=True)
+    is_stored = quantization_of(config.to_dict()) is not None
+    quantization = None if is_stored else _quantization_of_run(folder)
+    if form == "unquantized" and is_stored:
+        raise ConfigError(
+            f"{base}: its weights are quantized. Name the model that it was made from with --base, or merge into the "
+            "rounded weights with --dequantize."
+        )
+    if form == "unquantized" or (quantization is None and not is_stored):
+        if form == "dequantized":
+            raise ConfigError(
+                f"--dequantize: {folder} names no quantized base, nor how its base was quantized. Remove --dequantize."
+            )
+        return _load(config, base, ConfigError, _NAME_BASE)
+    dtype = config.dtype or torch.bfloat16
+    _require_memory(local_folder(base))
+    built = build_model(base, dtype=dtype, for_adapter=True, quantization=quantization)
+    model: Any = materialize(built)
+    if form == "dequantized":
+        with torch.device("meta"):
+            plain = type(model)._from_config(without_quantization(config), dtype=dtype)
+        dequantize(model, plain, dtype)
+    loaded: torch.nn.Module = model.eval().requires_grad_(False)
+    return loaded
+
+
+def _quantization_of_run(folder: Path) -> Quantization | None:
+    """How the base of a run's adapter was quantized while it was read. None: not, or the folder does not say."""
+    try:
+        then = json.loads((folder / "run.json").read_text())
+        settings = {field.name: then[field.name] for field in fields(Quantization)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not settings["load_in_4bit"] and not settings["load_in_8bit"]:
+        return None
+    return Quantization(**settings | {"llm_int8_skip_modules": tuple(settings["llm_int8_skip_modules"])})
 
 
 def _load(config: Any, source: str, kind: type[OutsizeError], advice: str) -> torch.nn.Module:

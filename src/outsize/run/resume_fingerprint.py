@@ -20,11 +20,15 @@ from outsize.base.errors import BadFile, ConfigError
 from outsize.base.log import log
 from outsize.checkpoint.folder import checkpoints, newest
 from outsize.config.run import RunConfig
+from outsize.model.build import local_folder
+from outsize.run.content_hash import model_hash
 from outsize.setup.micro_batch import Split
 
 FINGERPRINT_FILE = "run.json"
 DATA = "data"
 """The key of the fingerprints, one per dataset."""
+_BASE = "base"
+"""The key of an adapter's base: its folder, and the hash of its files. Earlier versions had none."""
 _RUN_ID = "run_id"
 """The key of the id that a run's folder and checkpoints share. A resumed run keeps it."""
 _THREADS = "cpu_threads"
@@ -53,13 +57,17 @@ _ON_REQUEST = {
 
 
 def resume_fingerprint(
-    config: RunConfig, fingerprints: Sequence[str], cpu_threads: int | None, checkpoint: Path | None
+    config: RunConfig,
+    fingerprints: Sequence[str],
+    cpu_threads: int | None,
+    checkpoint: Path | None,
+    base: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """What a checkpoint stores of a config with a chosen micro-batch. `fingerprints`: of its datasets. `cpu_threads`:
-    None on a GPU. `checkpoint`: that the run resumes from.
+    None on a GPU. `checkpoint`: that the run resumes from. `base`: of an adapter (`base_record`).
     """
     run = (_read(checkpoint).get(_RUN_ID) if checkpoint is not None else None) or uuid.uuid4().hex
-    return {**_settings(config), DATA: list(fingerprints), _THREADS: cpu_threads, _RUN_ID: run}
+    return {**_settings(config), DATA: list(fingerprints), _THREADS: cpu_threads, _RUN_ID: run, _BASE: base}
 
 
 def newest_of_run(folder: Path) -> tuple[Path | None, Path | None]:
@@ -113,7 +121,9 @@ def require_resumable(checkpoint: Path, config: RunConfig) -> list[str]:
     problems = [] if keeps_batch else [_another_batch(theirs, mine, f"{mine.rows * mine.passes} ({mine})")]
     changed = []
     # Reported elsewhere: data by its content once it is read, the split above.
-    reported = {DATA, _THREADS, _RUN_ID, "datasets", "chat_template_jinja"} | (set() if keeps_batch else set(_SPLIT))
+    reported = {DATA, _THREADS, _RUN_ID, _BASE, "datasets", "chat_template_jinja"} | (
+        set() if keeps_batch else set(_SPLIT)
+    )
     for name in sorted(then.keys() - reported):
         if then[name] == now.get(name):
             continue
@@ -149,6 +159,27 @@ def require_same_data(checkpoint: Path, config: RunConfig, fingerprints: Sequenc
             for path in other
         ]
     raise _refused(checkpoint, [f"{text} Restore it." for text in found])
+
+
+def base_record(config: RunConfig, checkpoint: Path | None) -> dict[str, str] | None:
+    """What a checkpoint says of an adapter's base, of which it has no copy: the folder, which may move, and the hash of
+    its files. Compared with that of the checkpoint to resume from. None: there is no base, or its weights are drawn.
+    """
+    if config.adapter != "lora" or config.reinit_weights:
+        return None
+    folder = local_folder(config.base_model)
+    base = {"folder": str(folder.resolve()), "hash": model_hash(folder)}
+    then = _read(checkpoint).get(_BASE) if checkpoint is not None else None
+    if checkpoint is None or then is None:
+        return base
+    moved = then["folder"] != base["folder"]
+    if then["hash"] != base["hash"]:
+        was = f"it was {then['folder']}" if moved else "its files have changed"
+        found = f"base_model: the steps so far used another model than {base['folder']} ({was}). Name that model."
+        raise _refused(checkpoint, [found])
+    if moved:
+        log.info("the base of %s is now %s, with the same content", then["folder"], base["folder"])
+    return base
 
 
 def _split_in(then: dict[str, Any]) -> Split:

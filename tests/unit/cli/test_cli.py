@@ -132,6 +132,30 @@ def test_plan_of_a_run_file_is_for_its_model_adapter_data_and_budgets(tmp_path: 
     assert refused.exit_code == 2 and "--accumulate" in refused.stderr and "--set" in refused.stderr
 
 
+@pytest.mark.full
+def test_plan_of_a_quantized_run_is_the_plan_that_the_run_makes(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    qlora = dict(adapter="qlora", load_in_4bit=True, lora_r=2, lora_target_linear=True, pad_to_sequence_len=True)
+    yaml = folders.write_run(tmp_path, device="sim:215KiB", host_memory="1GiB", **qlora)
+    texts = [runner.invoke(app, [*args, str(yaml)]).output for args in (["plan"], ["train", "--dry-run"])]
+    lines = [re.findall(r"(?m)^(?:│ )?(?:GPU|host) .* (\S+ \S+ of \S+ \S+) ", text) for text in texts]
+    assert len(lines[0]) == 2 and lines[0] == lines[1]
+
+
+def test_plan_why_shows_what_4_bits_save_an_adapter(model: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    args = ["--sequence-len", "32", "--adapter", "lora", "--lora-r", "2"]
+    result = runner.invoke(app, ["plan", model, "--why", *args])
+    assert result.exit_code == 0, result.output
+    assert re.fullmatch(r"4-bit     weights \S+ \S+ instead of .* \(\d+% (less|more); .*\)", last_line(result.output))
+    result = runner.invoke(app, ["plan", model, "--why", "--load-in-4bit", *args])
+    assert result.exit_code == 0 and last_line(result.output).startswith("minimum")
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
 def test_plan_says_what_lora_needs_where_full_training_does_not_fit(tmp_path: Path) -> None:
     wide = SHAPE | dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=1)
     transformers.LlamaConfig(**wide, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)

@@ -28,6 +28,8 @@ from outsize.model.adapter import add_adapter, lora
 from outsize.model.discover import find_layers
 from outsize.profile.fake_weights import FakeWeights
 from outsize.profile.tracer import Tracer
+from outsize.quant.reading import quantize_in_memory
+from outsize.quant.settings import Quantization
 
 ROWS, TOKENS = 2, 24
 
@@ -83,6 +85,59 @@ def test_a_fake_trace_of_an_adapter_equals_a_real_one_to_the_byte(settings: dict
     fake_graph, fake, _ = fake_trace(config, spec, rows=ROWS, tokens=TOKENS, dtype=dtype, adapter=lora(**settings))
     assert fake_graph == graph
     assert dataclasses.replace(fake, provenance="") == dataclasses.replace(trace, provenance="")
+
+
+FULL = pytest.mark.full
+QUANTIZED: list[Any] = [
+    (dict(load_in_4bit=True), dict(r=4)),
+    pytest.param(dict(load_in_4bit=True), dict(r=4, lora_dropout=0.1, fused=()), marks=FULL),
+    pytest.param(dict(load_in_4bit=True, bnb_4bit_use_double_quant=False), dict(r=4), marks=FULL),
+    pytest.param(dict(load_in_8bit=True, llm_int8_skip_modules=("up_proj",)), dict(r=4), marks=FULL),
+]
+
+
+@pytest.mark.parametrize(("settings", "adapter"), QUANTIZED)
+def test_a_fake_trace_of_a_quantized_base_equals_a_real_one_to_the_byte(
+    settings: dict[str, Any], adapter: dict[str, Any]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    config, spec, dtype = config_of("llama-untied"), lookup("rtx4090"), torch.bfloat16
+    quantization = Quantization(**settings)
+    base = real_model(config, dtype)
+    num_weights = sum(param.numel() for param in base.parameters())
+    quantize_in_memory(base, quantization)
+    model = add_adapter(base, lora(**adapter)).train()
+    batch = batch_for(type(base), ROWS, TOKENS)
+    graph, trace = Tracer(model, batch, find_layers(model), AbsentDevice(spec)).trace()
+    fake_graph, fake, _ = fake_trace(
+        config, spec, rows=ROWS, tokens=TOKENS, dtype=dtype, adapter=lora(**adapter), quantization=quantization
+    )
+    assert fake_graph == graph
+    assert dataclasses.replace(fake, provenance="") == dataclasses.replace(trace, provenance="")
+    frozen = [param for param in fake_graph.params if not param.trainable]
+    assert sum(param.numel if param.stands_for is None else param.stands_for for param in frozen) == num_weights
+    assert sum(param.nbytes for param in frozen) < 1.5 * num_weights  # embedding and head stay bf16
+
+
+@pytest.mark.full
+def test_a_folder_that_bitsandbytes_has_quantized_is_planned_as_it_is() -> None:
+    pytest.importorskip("bitsandbytes")
+    from peft import LoraConfig
+
+    settings: Any = dict(sequence_len=TOKENS, hardware="64MiB", peft_config=LoraConfig(r=2, target_modules=["q_proj"]))
+    given = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    stored = config_of("llama-untied")
+    stored.quantization_config = {"quant_method": "bitsandbytes", "bnb_4bit_compute_dtype": "bfloat16", **given}
+    asked = plan(config_of("llama-untied"), quantization=Quantization(load_in_4bit=True), **settings)
+    found = plan(stored, **settings)
+    assert found.graph == asked.graph and found.is_quantized
+    assert found.plan == asked.plan
+    assert found.weight_bytes < plan(config_of("llama-untied"), **settings).weight_bytes
+
+
+def test_weights_are_quantized_below_an_adapter_only() -> None:
+    with pytest.raises(ConfigError, match="load_in_8bit: only adapters are trained over quantized weights"):
+        plan(config_of("llama"), quantization=Quantization(load_in_8bit=True))
 
 
 def test_the_forecast_is_the_plan_that_prepare_makes(one_trace: None) -> None:

@@ -8,29 +8,29 @@ import pytest
 import torch
 
 from outsize.config.read import read_config
-from outsize.run.content_hash import rows_hash, teacher_hash
+from outsize.run.content_hash import model_hash, rows_hash
 from outsize.run.inputs import load_inputs
 
 
 def test_the_hash_is_of_the_content_and_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTSIZE_CACHE", str(tmp_path / "cache"))
     model = folders.write_model(tmp_path / "model")
-    found = teacher_hash(tmp_path / "model")
+    found = model_hash(tmp_path / "model")
     shutil.copytree(tmp_path / "model", tmp_path / "moved")
-    assert teacher_hash(tmp_path / "moved") == found
+    assert model_hash(tmp_path / "moved") == found
     with monkeypatch.context() as without_reading:
         without_reading.setattr("hashlib.file_digest", lambda *_: pytest.fail("the file was read again"))
-        assert teacher_hash(tmp_path / "model") == found
+        assert model_hash(tmp_path / "model") == found
     with torch.no_grad():
         next(model.parameters()).view(-1)[0] += 1
     model.save_pretrained(tmp_path / "model")
-    assert teacher_hash(tmp_path / "model") != found
+    assert model_hash(tmp_path / "model") != found
 
 
 def test_without_a_cache_folder_files_are_read_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTSIZE_CACHE", "")
     folders.write_model(tmp_path / "model")
-    assert teacher_hash(tmp_path / "model") == teacher_hash(tmp_path / "model")
+    assert model_hash(tmp_path / "model") == model_hash(tmp_path / "model")
 
 
 @pytest.mark.parametrize("packed", [False, True])
