@@ -88,7 +88,7 @@ class PlanRuntime:
         except BaseException:
             self.store.release()
             raise
-        self._buffers = [(b, b.data) for b in model.buffers()]
+        self._model, self._buffers = model, [(b, b.data) for b in model.buffers()]
         for buffer, data in self._buffers:
             buffer.data = device.keep(data)
         # Parameters of an added group are trained from the next re-plan on.
@@ -198,6 +198,8 @@ class PlanRuntime:
         self.store.release(keep=keep)
         for buffer, data in self._buffers:
             buffer.data = data if torch.equal(data, buffer.data.to(data.device)) else data.copy_(buffer.data)
+        for buffer in self._model.buffers():
+            buffer.data = buffer.data.cpu()  # those that the forward has replaced
 
 
 class RuntimeOwner(Protocol):
