@@ -251,11 +251,12 @@ class BoundAttributes:
         self._module, self._without = module, tuple(without)
         self._before = self._now()
         self._storages = {key: weakref.ref(storage) for key, storage in self._storages_now().items()}
+        self._buffers = {
+            storage_id(buffer.untyped_storage()): buffer.untyped_storage().nbytes() for buffer in module.buffers()
+        }
         self._values: dict[tuple[str, str], Any] = {}
         self.num_bytes = 0
-        """Bytes on the device that stay from one step to the next, beside the buffers from before: an engine holds
-        those also if the forward replaces them.
-        """
+        """Bytes on the device that stay from one step to the next, beside those of the buffers from before."""
 
     def _now(self) -> dict[tuple[str, str], Any]:
         return {(path, name): vars(part)[name] for path, part in self._module.named_modules() for name in _own(part)}
@@ -278,11 +279,12 @@ class BoundAttributes:
         self._before = {}
         now = self._storages_now()
         others = {storage_id(t.untyped_storage()) for t in self._tensors_now() if t.device != device or is_static(t)}
-        self.num_bytes = sum(
+        made = [
             storage.nbytes()
             for key, storage in now.items()
             if key not in others and (key not in self._storages or self._storages[key]() is not storage)
-        )
+        ]
+        self.num_bytes = max(0, sum(made) - sum(size for key, size in self._buffers.items() if key not in now))
 
     def bind_to(self, module: nn.Module) -> None:
         """Bind the values to another module of the same structure, as if its forward had run."""

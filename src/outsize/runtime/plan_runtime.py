@@ -89,7 +89,7 @@ class PlanRuntime:
         except BaseException:
             self.store.release()
             raise
-        self._model, self._buffers = model, [(b, b.data) for b in model.buffers()]
+        self._buffers = [(b, b.data) for b in model.buffers()]
         for buffer, data in self._buffers:
             buffer.data = device.keep(data)
         tables, self._restore_tables = share_tables(model, device.keep)
@@ -200,8 +200,6 @@ class PlanRuntime:
         self._restore_tables()
         for buffer, data in self._buffers:
             buffer.data = data if torch.equal(data, buffer.data.to(data.device)) else data.copy_(buffer.data)
-        for buffer in self._model.buffers():
-            buffer.data = buffer.data.cpu()  # those that the forward has replaced
 
 
 class RuntimeOwner(Protocol):
