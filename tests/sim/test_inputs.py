@@ -38,7 +38,7 @@ SWEPT = [
 NUM_BUDGETS = 2
 ONE_OF_THREE = [cell if i % 3 == 0 else pytest.param(cell, marks=pytest.mark.full) for i, cell in enumerate(SWEPT)]
 """What depends little on the kind of model: one with images and one with layers of several kinds by default."""
-GAP_BYTES = {"t5": T5_GAP_BYTES + 512, "qwen3-vl": 16, "routed": 256}
+GAP_BYTES = {"t5": T5_GAP_BYTES + 512, "qwen2.5-vl": 16, "qwen3-vl": 16, "routed": 256}
 """By how much an estimate may be too high. A tensor that layers share and that dies behind the peak of a region counts
 twice there if a layer keeps it: where images begin (Qwen3-VL), which expert a token goes to (routed)."""
 

@@ -106,10 +106,12 @@ def quant_state_of(param: Tensor) -> Any:
 
 
 def _inner_tensors(name: str, wrapper: Tensor, num_weights: int) -> Iterator[Part]:
-    """The first inner tensor has the weights, the others have scales."""
+    """The first inner tensor has the weights, the others have scales. DTensor lists its mesh, too."""
     attributes, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
     for attribute in attributes:
         inner = getattr(wrapper, attribute)
+        if not isinstance(inner, Tensor):
+            continue
         if is_traceable_wrapper_subclass(inner):
             yield from _inner_tensors(f"{name}.{attribute}", inner, num_weights)
         else:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from outsize.compat import detect_fake_mode, storage_id
 from outsize.model.globals import used_globals
 from outsize.model.tensors import map_tensors, tensors_in
+from outsize.model.weights import is_unmaterialized
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -194,6 +195,7 @@ def generators_of(module: nn.Module) -> Iterator[Any]:
 def _save(path: str, value: Any, knows_values: bool) -> Iterator[_Saved]:
     if isinstance(value, Tensor):
         has_values = knows_values and value.layout == torch.strided and not value.is_meta
+        has_values = has_values and not is_unmaterialized(value)
         copy = value.detach().clone() if has_values else None
         yield _SavedTensor(path, value, value.data, copy, _version(value))
     elif isinstance(value, np.ndarray):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from outsize.calibration import rates
 from outsize.calibration.rates import (
     TORCH_SLOWDOWN,
     Identity,
@@ -19,7 +20,6 @@ from outsize.calibration.rates import (
 )
 from outsize.hardware.catalog import CATALOG
 from outsize.hardware.machine import Machine
-from outsize.optim import build
 
 GiB = 2**30
 CARD = Identity(gpu="NVIDIA GeForce RTX 4090", driver="570.86", torch="2.11.0", cores=16)
@@ -263,7 +263,7 @@ def test_without_a_compiler_cpu_updates_are_planned_slower_and_the_plan_says_so(
     monkeypatch.delenv("CC", raising=False)
     with_compiler = spec_now()
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(build, "SOURCE", tmp_path / "native.c")  # no library that was compiled with the package
+    monkeypatch.setattr(rates, "UPDATES", tmp_path / "native.c")  # no library that was compiled with the package
     without = spec_now()
     assert without.host_adam_params_per_second * TORCH_SLOWDOWN == with_compiler.host_adam_params_per_second
     assert "there is no C compiler" in without.provenance and "compiler" not in with_compiler.provenance

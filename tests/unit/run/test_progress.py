@@ -121,5 +121,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_read(
 ) -> None:
     monkeypatch.setitem(sys.modules, tracker, None)
     yaml = folders.write_run(tmp_path, report_to=tracker, datasets=["no/such/data.jsonl"])
-    with pytest.raises(ConfigError, match=rf"report_to: {tracker}: .* `pip install {tracker}`\. Or remove it from"):
+    with pytest.raises(
+        ConfigError, match=rf"report_to: {tracker}: .* `pip install {tracker}`\. Or remove what sets it"
+    ):
         assemble(read_config(yaml))
